@@ -1,0 +1,1 @@
+"""The data half: shapes, cost, plan, schedule, sampler. Never imports `adaln`."""
