@@ -15,7 +15,7 @@ TOP_LEVEL = {
     *("adaptiveload_hf", "csrc", "recipes", "tests", "accelerate_configs", "setup.cfg", "setup.py"),
     *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Makefile", "docs"),
 }
-# Downward only: a module may import those of a smaller number (DESIGN: recipes, cli -> benchmark, config, report -> ...).
+# Downward only: a module may import those of a smaller number (see docs/design.md).
 LAYERS = {
     "errors": 0,
     "adaln.reference": 1,
