@@ -1,0 +1,226 @@
+"""What is the least a server must answer so that huggingface_hub can push to it and load from it over real HTTP?"""
+
+import base64
+import contextlib
+import hashlib
+import json
+import re
+import threading
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlsplit
+
+import yaml
+
+WRITE_TOKEN = "hf_localwritetoken"
+READ_TOKEN = "hf_localreadtoken"
+OWNER = "someone"
+
+
+@dataclass
+class Repository:
+    private: bool = False
+    commits: list = field(default_factory=lambda: [("0" * 40, {})])  # (sha, {path: bytes}), oldest first
+
+    def at(self, revision):
+        """(sha, files) of a branch name or a commit; None when there is no such revision."""
+        if revision == "main":
+            return self.commits[-1]
+        return next((commit for commit in self.commits if commit[0] == revision), None)
+
+    def add(self, changed):
+        files = {**self.commits[-1][1], **changed}
+        content = "".join(f"{path}{blob_id(data)}" for path, data in sorted(files.items()))
+        sha = hashlib.sha1(f"{len(self.commits)}{content}".encode()).hexdigest()
+        self.commits.append((sha, files))
+        return sha
+
+
+@dataclass
+class LocalHub:
+    url: str = ""
+    repositories: dict = field(default_factory=dict)
+    requests: list = field(default_factory=list)  # (method, path), as they came
+    commit_failures: list = field(default_factory=list)  # (status, headers) to answer the next commits with
+
+    def files(self, repo_id):
+        return self.repositories[repo_id].commits[-1][1]
+
+
+class HubError(Exception):
+    """An answer that is not 200: (status, X-Error-Code or "", words, headers)."""
+
+
+def blob_id(data):
+    """Git's name for a file's content, which the Hub uses as ETag."""
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: LocalHub
+
+    def log_message(self, *args):
+        """Keep pytest's output clean."""
+
+    def handle_request(self):
+        data = self._body()
+        path = unquote(urlsplit(self.path).path)
+        self.hub.requests.append((self.command, path))
+        try:
+            for pattern, answer in ROUTES:
+                if match := re.fullmatch(pattern, f"{self.command} {path}"):
+                    return answer(self, data, **match.groupdict())
+            raise HubError(404, "", f"no such endpoint here: {self.command} {path}", {})
+        except HubError as error:
+            status, code, words, headers = error.args
+            named = {"X-Error-Code": code} if code else {}
+            self._send(json.dumps({"error": words}).encode(), status, {"X-Error-Message": words, **named, **headers})
+
+    do_GET = do_HEAD = do_POST = handle_request
+
+    def _body(self):
+        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = b""
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return body
+
+    def _send(self, body, status=200, headers=None):
+        self.send_response(status)
+        for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _json(self, value):
+        self._send(json.dumps(value).encode())
+
+    def _token(self):
+        return self.headers.get("Authorization", "").removeprefix("Bearer ")
+
+    def _require_write(self):
+        if self._token() not in (WRITE_TOKEN, READ_TOKEN):
+            raise HubError(401, "", "Invalid username or password.", {})
+        if self._token() == READ_TOKEN:
+            raise HubError(403, "", "Forbidden: this token may only read.", {})
+
+    def _repository(self, repo_id):
+        """As on the Hub, a private repository looks missing to those who may not read it."""
+        repository = self.hub.repositories.get(repo_id)
+        if repository is None or (repository.private and self._token() not in (WRITE_TOKEN, READ_TOKEN)):
+            raise HubError(404 if self._token() else 401, "RepoNotFound", "Repository not found", {})
+        return repository
+
+    def _commit_at(self, repo_id, revision):
+        commit = self._repository(repo_id).at(revision)
+        if commit is None:
+            raise HubError(404, "RevisionNotFound", f"Invalid rev id: {revision}", {})
+        return commit
+
+    def whoami(self, data):
+        if self._token() not in (WRITE_TOKEN, READ_TOKEN):
+            raise HubError(401, "", "Invalid username or password.", {})
+        role = "write" if self._token() == WRITE_TOKEN else "read"
+        self._json({"type": "user", "name": OWNER, "orgs": [], "auth": {"accessToken": {"role": role}}})
+
+    def create(self, data):
+        self._require_write()
+        asked = json.loads(data)
+        repo_id = f"{asked.get('organization') or OWNER}/{asked['name']}"
+        url = f"{self.hub.url}/{repo_id}"
+        if repo_id in self.hub.repositories:
+            raise HubError(409, "", f"You already created this model repo: {url}", {})
+        private = asked.get("visibility") == "private" or bool(asked.get("private"))
+        self.hub.repositories[repo_id] = Repository(private)
+        self._json({"url": url, "name": repo_id})
+
+    def validate_yaml(self, data):
+        """The Hub refuses a card whose front matter is no YAML or whose base_model is no Hub id."""
+        parts = json.loads(data)["content"].split("---\n")
+        errors = []
+        try:
+            card = yaml.safe_load(parts[1]) if len(parts) > 2 and not parts[0] else {}
+        except yaml.YAMLError as error:
+            card, errors = {}, [{"message": str(error)}]
+        base_model = card.get("base_model")
+        if base_model is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", base_model):
+            errors = [{"message": f'"base_model" with value "{base_model}" is not valid. Use a model id'}]
+        self._json({"errors": errors, "warnings": []})
+
+    def preupload(self, data, repo_id, revision):
+        self._require_write()
+        files = self._commit_at(repo_id, revision)[1]
+        self._json({"files": [self._upload_mode(asked["path"], files) for asked in json.loads(data)["files"]]})
+
+    def _upload_mode(self, path, files):
+        known = blob_id(files[path]) if path in files else None
+        return {"path": path, "uploadMode": "regular", "shouldIgnore": False, "oid": known}
+
+    def commit(self, data, repo_id, revision):
+        self._require_write()
+        repository = self._repository(repo_id)
+        if self.hub.commit_failures:
+            status, headers = self.hub.commit_failures.pop(0)
+            raise HubError(status, "", f"the test asked for a {status}", headers)
+        lines = [json.loads(line) for line in data.splitlines() if line.strip()]
+        unknown = {line["key"] for line in lines} - {"header", "file"}
+        if unknown:
+            raise HubError(400, "", f"this server takes only regular files, not {sorted(unknown)}", {})
+        files = [line["value"] for line in lines if line["key"] == "file"]
+        sha = repository.add({file["path"]: base64.b64decode(file["content"]) for file in files})
+        url = f"{self.hub.url}/{repo_id}/commit/{sha}"
+        self._json({"success": True, "commitOid": sha, "commitUrl": url, "pullRequestUrl": None})
+
+    def tree(self, data, repo_id, revision):
+        files = self._commit_at(repo_id, revision)[1]
+        self._json([{"type": "file", "path": p, "size": len(b), "oid": blob_id(b)} for p, b in sorted(files.items())])
+
+    def info(self, data, repo_id, revision=None):
+        sha, files = self._commit_at(repo_id, revision or "main")
+        siblings = [{"rfilename": path} for path in sorted(files)]
+        private = self._repository(repo_id).private
+        self._json({"id": repo_id, "sha": sha, "private": private, "siblings": siblings, "tags": []})
+
+    def resolve(self, data, repo_id, revision, path):
+        sha, files = self._commit_at(repo_id, revision)
+        if path not in files:
+            raise HubError(404, "EntryNotFound", "Entry not found", {"X-Repo-Commit": sha})
+        headers = {"ETag": f'"{blob_id(files[path])}"', "X-Repo-Commit": sha, "Accept-Ranges": "none"}
+        self._send(files[path], headers={**headers, "Content-Type": "application/octet-stream"})
+
+
+_REPO, _REVISION = r"(?P<repo_id>[^/]+/[^/]+)", r"(?P<revision>[^/]+)"
+ROUTES = [
+    (r"GET /api/whoami-v2", _Handler.whoami),
+    (r"POST /api/repos/create", _Handler.create),
+    (r"POST /api/validate-yaml", _Handler.validate_yaml),
+    (rf"POST /api/models/{_REPO}/preupload/{_REVISION}", _Handler.preupload),
+    (rf"POST /api/models/{_REPO}/commit/{_REVISION}", _Handler.commit),
+    (rf"GET /api/models/{_REPO}/tree/{_REVISION}/?", _Handler.tree),
+    (rf"GET /api/models/{_REPO}/revision/{_REVISION}", _Handler.info),
+    (rf"GET /api/models/{_REPO}", _Handler.info),
+    (rf"(GET|HEAD) /{_REPO}/resolve/{_REVISION}/(?P<path>.+)", _Handler.resolve),
+]
+
+
+@contextlib.contextmanager
+def local_hub():
+    """Serve an empty Hub on a free port of this machine until the block ends."""
+    hub = LocalHub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
+    server.daemon_threads = True
+    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
