@@ -1,0 +1,300 @@
+"""How does a picture or a clip become the frames of a bucket? Decoding, rate, orientation, transparency, crop."""
+
+import bisect
+import math
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import av
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from adaptiveload_hf.errors import UserError
+
+STILL_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif"}
+CLIP_SUFFIXES = {".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".flv", ".wmv", ".ogv"}
+# Playlist formats are left out: a file of theirs would have FFmpeg read other files, outside the data root too.
+CLIP_FORMATS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg"
+ANIMATED_FORMATS = {"GIF", "WEBP", "PNG", "AVIF"}
+BACKGROUND = "white"  # what shows through transparent pixels
+# Matroska and WebM round timestamps to milliseconds, so two frames of equal time may differ by one.
+TIME_TOLERANCE = Fraction(1, 1000)
+HDR_TRANSFERS = {16: "PQ", 18: "HLG"}
+QUARTER_TURNS = {
+    0: None,
+    90: Image.Transpose.ROTATE_90,
+    180: Image.Transpose.ROTATE_180,
+    270: Image.Transpose.ROTATE_270,
+}
+
+
+class Frame(NamedTuple):
+    """One decoded frame: its time in seconds, the width of a pixel over its height, and `load()` -> RGB picture."""
+
+    seconds: Fraction
+    pixel_aspect: Fraction
+    load: object  # only valid until the next frame is asked for
+
+
+@dataclass(frozen=True)
+class Footage:
+    """What `look` found in a file. `source_frames[k]` is the index of the decoded frame shown at time k / fps."""
+
+    source_frames: tuple[int, ...]
+    shown_height: int
+    shown_width: int
+    moving: bool
+
+
+class Bucket(NamedTuple):
+    """Size of the samples of one bucket in frames and pixels, before the VAE."""
+
+    frames: int
+    height: int
+    width: int
+
+    def __str__(self) -> str:
+        return f"{self.frames}x{self.height}x{self.width}"
+
+
+def look(path: Path, fps: Fraction, longest: int) -> Footage:
+    """Decodes as much of a file as the longest bucket needs, because headers of Matroska and others say nothing.
+
+    Args:
+        path: of a picture or clip.
+        fps: frames a second of the samples.
+        longest: frames of the longest bucket; a clip may have more, but they are not counted.
+
+    Returns:
+        The file's Footage, its picture size as shown (turned upright, with square pixels).
+
+    Raises:
+        UserError: what is wrong with the file.
+    """
+    times = []
+    with _decoding_errors():
+        for frame in _frames(path):
+            if not times:
+                picture, pixel_aspect = frame.load(), frame.pixel_aspect
+            elif frame.seconds < times[-1]:
+                raise UserError(f"its timestamps go backwards at frame {len(times)}; re-encode it")
+            times.append(frame.seconds)
+            if frame.seconds - times[0] >= longest / fps + TIME_TOLERANCE:
+                break
+    if not times:
+        raise UserError("not one frame of it can be decoded")
+    return Footage(
+        source_frames=tuple(frames_at(times, fps)[:longest]),
+        shown_height=picture.height,
+        shown_width=round(picture.width * pixel_aspect),
+        moving=len(times) > 1,
+    )
+
+
+def read(path: Path, footage: Footage, bucket: Bucket) -> np.ndarray:
+    """Decodes the frames of one sample.
+
+    Args:
+        path: of the picture or clip.
+        footage: what `look` found in it.
+        bucket: of the sample.
+
+    Returns:
+        uint8 [F, H, W, 3], RGB.
+
+    Raises:
+        UserError: what is wrong with the file.
+    """
+    wanted = footage.source_frames[: bucket.frames]
+    sample = np.empty((*bucket, 3), dtype=np.uint8)
+    filled = 0
+    with _decoding_errors():
+        for index, frame in enumerate(_frames(path)):
+            if index == wanted[filled]:
+                picture = crop_to_fill(frame.load(), frame.pixel_aspect, bucket.height, bucket.width)
+                while filled < bucket.frames and wanted[filled] == index:
+                    sample[filled] = picture
+                    filled += 1
+            if filled == bucket.frames:
+                return sample
+    raise UserError(f"it ended at frame {filled} of {bucket.frames}, but it was longer when first read")
+
+
+def frames_at(times: list[Fraction], fps: Fraction) -> list[int]:
+    """Which decoded frame is on screen at time k / fps after the first one, for k = 0, 1, ... up to the clip's end.
+
+    A clip ends one mean frame distance after its last frame's time.
+
+    Args:
+        times: seconds at which the decoded frames appear, ascending.
+        fps: frames a second asked for.
+
+    Returns:
+        One index into `times` for each k.
+    """
+    if len(times) == 1:
+        return [0]
+    length = (times[-1] - times[0]) * len(times) / (len(times) - 1)
+    count = max(1, math.ceil((length - TIME_TOLERANCE) * fps))
+    return [bisect.bisect_right(times, times[0] + k / fps + TIME_TOLERANCE) - 1 for k in range(count)]
+
+
+def choose_bucket(footage: Footage, buckets: list[Bucket]) -> Bucket:
+    """The bucket of a file: the longest that it fills, then the nearest aspect ratio, then the largest size in it.
+
+    A clip never goes to a bucket of one frame, nor a still to one of several. Of equal aspect ratios the largest
+    bucket that needs no enlarging is taken, or else the smallest.
+
+    Args:
+        footage: of the file.
+        buckets: all there are.
+
+    Returns:
+        One of `buckets`.
+
+    Raises:
+        UserError: the clip is shorter than every bucket, or there is no bucket of its kind.
+    """
+    kind = [bucket for bucket in buckets if (bucket.frames > 1) == footage.moving]
+    if not kind:
+        raise UserError(
+            "it is a clip, but no bucket has more than one frame"
+            if footage.moving
+            else "it is a still, but no bucket has one frame"
+        )
+    frames = len(footage.source_frames)
+    fitting = [bucket for bucket in kind if bucket.frames <= frames]
+    if not fitting:
+        shortest = min(bucket.frames for bucket in kind)
+        raise UserError(f"too short: {frames} frames at this fps, and the shortest bucket of clips has {shortest}")
+    longest = max(bucket.frames for bucket in fitting)
+    aspect, area = footage.shown_width / footage.shown_height, footage.shown_width * footage.shown_height
+
+    def distance(bucket: Bucket):
+        size = bucket.height * bucket.width
+        return (
+            round(abs(math.log(bucket.width / bucket.height / aspect)), 6),
+            size > area,
+            size if size > area else -size,
+        )
+
+    return min((bucket for bucket in fitting if bucket.frames == longest), key=distance)
+
+
+def crop_to_fill(picture: Image.Image, pixel_aspect: Fraction, height: int, width: int) -> Image.Image:
+    """Resizes a picture to cover height x width and cuts away equally on both sides (Lanczos, in one step).
+
+    Args:
+        picture: any size.
+        pixel_aspect: width of one of its pixels over the height.
+        height, width: asked for, with square pixels.
+
+    Returns:
+        A picture of that size.
+    """
+    covered_width = min(Fraction(picture.width), picture.height * Fraction(width, height) / pixel_aspect)
+    covered_height = min(Fraction(picture.height), picture.width * Fraction(height, width) * pixel_aspect)
+    left, top = (picture.width - covered_width) / 2, (picture.height - covered_height) / 2
+    box = tuple(map(float, (left, top, left + covered_width, top + covered_height)))
+    return picture.resize((width, height), Image.Resampling.LANCZOS, box=box)
+
+
+def to_rgb(picture: Image.Image) -> Image.Image:
+    """Turns a picture upright by its EXIF orientation and converts any mode to RGB, transparency over white.
+
+    Args:
+        picture: as Pillow opened it.
+
+    Returns:
+        An RGB picture.
+
+    Raises:
+        UserError: tones of 32 bits, which have no stated range.
+    """
+    picture = ImageOps.exif_transpose(picture)
+    if picture.mode in ("I", "F"):
+        raise UserError(
+            f"its tones have 32 bits (mode {picture.mode}) and no stated range; convert it to 8 or 16 bits"
+        )
+    if picture.mode.startswith("I;16"):
+        # Pillow's own conversion clips tones at 255, which makes nearly all of them white.
+        picture = Image.fromarray((np.asarray(picture) / 257).round().astype(np.uint8))
+    if picture.has_transparency_data:
+        picture = picture.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", picture.size, BACKGROUND), picture).convert("RGB")
+    return picture.convert("RGB")
+
+
+def _frames(path: Path):
+    return _still_frames(path) if path.suffix.lower() in STILL_SUFFIXES else _clip_frames(path)
+
+
+def _still_frames(path: Path):
+    with Image.open(path) as picture:
+        animated = picture.format in ANIMATED_FORMATS and picture.is_animated
+        if picture.format == "TIFF" and picture.n_frames > 1:
+            raise UserError(f"it has {picture.n_frames} pages; save each as a file of its own")
+        seconds = Fraction(0)
+        for index in range(picture.n_frames if animated else 1):
+            picture.seek(index)
+            picture.load()  # WebP and AVIF tell a frame's duration only then
+            yield Frame(seconds, Fraction(1), partial(to_rgb, picture))
+            # As browsers do, a frame without a duration is shown for 100 ms.
+            seconds += Fraction(picture.info.get("duration") or 100) / 1000
+
+
+def _clip_frames(path: Path):
+    with av.open(
+        str(path.resolve()), metadata_errors="replace", options={"format_whitelist": CLIP_FORMATS}
+    ) as container:
+        streams = [s for s in container.streams.video if not s.disposition & av.stream.Disposition.attached_pic]
+        if not streams:
+            raise UserError("it has no video, only " + ("sound" if container.streams.audio else "other streams"))
+        stream = streams[0]
+        end = max((entry.pos + entry.size for entry in stream.index_entries), default=0)
+        if end > path.stat().st_size:
+            raise UserError(f"it is cut short: its index needs {end} bytes, but it has {path.stat().st_size}")
+        stream.thread_type = "AUTO"
+        # Without it FFmpeg fills damaged areas with what it guesses and says nothing.
+        stream.codec_context.options = {"err_detect": "explode"}
+        for packet in container.demux(stream):
+            if packet.is_corrupt:
+                raise UserError("it is damaged or cut short: it holds a packet that is not whole")
+            for frame in packet.decode():
+                if frame.is_corrupt or frame.pts is None:
+                    raise UserError(
+                        "it holds a frame that is " + ("damaged" if frame.is_corrupt else "without a time")
+                    )
+                turned = frame.rotation % 180 == 90
+                aspect = Fraction(stream.sample_aspect_ratio or 1)
+                yield Frame(frame.pts * frame.time_base, 1 / aspect if turned else aspect, partial(_upright, frame))
+
+
+def _upright(frame: av.VideoFrame) -> Image.Image:
+    if frame.color_trc in HDR_TRANSFERS:
+        raise UserError(f"it is HDR ({HDR_TRANSFERS[frame.color_trc]}); convert it to SDR")
+    if frame.rotation % 360 not in QUARTER_TURNS:
+        raise UserError(f"it is to be shown turned by {frame.rotation} degrees; re-encode it upright")
+    transparent = any(component.is_alpha for component in frame.format.components)
+    picture = to_rgb(Image.fromarray(frame.to_ndarray(format="rgba" if transparent else "rgb24")))
+    turn = QUARTER_TURNS[frame.rotation % 360]
+    return picture if turn is None else picture.transpose(turn)
+
+
+@contextmanager
+def _decoding_errors():
+    try:
+        yield
+    except UserError:
+        raise
+    except av.FFmpegError as error:
+        raise UserError(f"FFmpeg cannot decode it: {error.strerror}") from error
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        unknown = isinstance(error, UnidentifiedImageError)
+        raise UserError(
+            "it is no picture that Pillow knows" if unknown else f"Pillow cannot decode it: {error}"
+        ) from error
