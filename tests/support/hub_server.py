@@ -41,7 +41,7 @@ class LocalHub:
     url: str = ""
     repositories: dict = field(default_factory=dict)
     requests: list = field(default_factory=list)  # (method, path), as they came
-    commit_failures: list = field(default_factory=list)  # (status, headers) to answer the next commits with
+    commit_failures: dict = field(default_factory=dict)  # repository -> statuses to answer its next commits with
 
     def files(self, repo_id):
         return self.repositories[repo_id].commits[-1][1]
@@ -98,8 +98,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def _json(self, value):
-        self._send(json.dumps(value).encode())
+    def _json(self, value, status=200):
+        self._send(json.dumps(value).encode(), status)
 
     def _token(self):
         return self.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -135,10 +135,10 @@ class _Handler(BaseHTTPRequestHandler):
         repo_id = f"{asked.get('organization') or OWNER}/{asked['name']}"
         url = f"{self.hub.url}/{repo_id}"
         if repo_id in self.hub.repositories:
-            raise HubError(409, "", f"You already created this model repo: {url}", {})
+            return self._json({"error": "You already created this model repo", "url": url}, status=409)
         private = asked.get("visibility") == "private" or bool(asked.get("private"))
         self.hub.repositories[repo_id] = Repository(private)
-        self._json({"url": url, "name": repo_id})
+        return self._json({"url": url, "name": repo_id})
 
     def validate_yaml(self, data):
         """The Hub refuses a card whose front matter is no YAML or whose base_model is no Hub id."""
@@ -165,9 +165,8 @@ class _Handler(BaseHTTPRequestHandler):
     def commit(self, data, repo_id, revision):
         self._require_write()
         repository = self._repository(repo_id)
-        if self.hub.commit_failures:
-            status, headers = self.hub.commit_failures.pop(0)
-            raise HubError(status, "", f"the test asked for a {status}", headers)
+        if failures := self.hub.commit_failures.get(repo_id):
+            raise HubError(failures.pop(0), "", "the test asked for this failure", {})
         lines = [json.loads(line) for line in data.splitlines() if line.strip()]
         unknown = {line["key"] for line in lines} - {"header", "file"}
         if unknown:

@@ -1,0 +1,127 @@
+"""What does a bucket config's page on the Hub say?"""
+
+from huggingface_hub import ModelCardData
+
+from .figures import can_draw, fit_png
+
+CARD_FILE, PICTURE_FILE = "README.md", "fit.png"
+TAGS = ["adaptiveload", "bucket-config", "video-diffusion"]
+
+
+def write_card(config, folder, repo_id):
+    """
+    Write the card, and its picture where matplotlib is installed.
+
+    Args:
+        config: the `BucketConfig`.
+        folder: `pathlib.Path`.
+        repo_id: Hub id for the example, or None.
+
+    Returns: names of the files written, list[str].
+    """
+    files = [CARD_FILE]
+    if can_draw():
+        (folder / PICTURE_FILE).write_bytes(fit_png(config.measurements, config.cost_model, config.power_law))
+        files.append(PICTURE_FILE)
+    (folder / CARD_FILE).write_text(_card(config, repo_id, PICTURE_FILE in files), encoding="utf-8")
+    return files
+
+
+def _card(config, repo_id, has_picture):
+    front_matter = ModelCardData(
+        library_name="adaptiveload_hf", tags=TAGS, base_model=config.model.get("base_model")
+    ).to_yaml()
+    parts = [
+        f"---\n{front_matter}\n---",
+        f"# Bucket config: {_cell(config.model.get('class', 'a diffusion transformer'))}",
+        "What one training step of this model costs, measured with the set-up below, and the law fitted to it. "
+        "`adaptiveload_hf` turns it into batch sizes for your own clips, number of GPUs and gradient accumulation.",
+        _use(repo_id),
+        "## Measured with\n\n" + _table(("", ""), _facts(config)),
+        "## Cost law\n\n" + _table(("form", "parameters", "median error", "largest error"), _laws(config)),
+    ]
+    if config.memory_model is not None:
+        memory = config.memory_model
+        parts.append(f"Memory: {memory.base_gib:.4g} GiB + {memory.gib_per_token:.4g} GiB for each token of B*S.")
+    if has_picture:
+        parts.append(f"![measured seconds, fitted laws and their errors]({PICTURE_FILE})")
+    header = ("shape", "tokens S", "batch size B", "seconds", "peak GiB")
+    parts.append("## Measurements\n\n" + _table(header, _measurements(config)))
+    if config.example_plan is not None:
+        parts.append(_example(config.example_plan))
+    return "\n\n".join(parts) + "\n"
+
+
+def _use(repo_id):
+    return (
+        "```python\n"
+        "from adaptiveload_hf import BucketConfig, BucketDataLoader\n\n"
+        f'config = BucketConfig.from_pretrained("{repo_id or "this folder"}")\n'
+        "loader = BucketDataLoader(dataset, config, accelerator=accelerator)\n"
+        "```"
+    )
+
+
+def _facts(config):
+    facts = {
+        **config.environment,
+        "patch size": config.geometry.patch_size,
+        "text tokens": config.geometry.text_tokens,
+    }
+    facts |= {key: value for key, value in config.model.items() if key in ("class", "config_hash", "base_model")}
+    for key, value in facts.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{name} {item}" for name, item in value.items())
+        elif isinstance(value, list | tuple):
+            value = " x ".join(map(str, value))
+        yield key.replace("_", " "), value
+
+
+def _laws(config):
+    chosen, paper = config.config["cost_model"], config.config["power_law"]
+    rows = [(f"**{chosen['kind']}** (used)", chosen)]
+    if chosen["kind"] != "power_law":
+        rows.append(("power_law (the paper's a + b\\*B\\*S^p)", paper))
+    for label, law in rows:
+        parameters = ", ".join(f"{name} {value:.4g}" for name, value in law["parameters"].items())
+        errors = law["errors"]
+        yield label, parameters, _percent(errors["median"]), _percent(errors["max"])
+
+
+def _measurements(config):
+    for m in config.measurements:
+        yield m.shape, m.tokens, m.batch_size, "out of memory" if m.oom else f"{m.seconds:.4g}", f"{m.peak_gib:.4g}"
+
+
+def _example(plan):
+    rows = [
+        (
+            b.shape,
+            b.tokens,
+            b.count,
+            b.batch_size,
+            f"{b.seconds:.4g}",
+            "" if b.gib is None else f"{b.gib:.4g}",
+            b.bound_by,
+        )
+        for b in plan.buckets
+    ]
+    header = ("shape", "tokens", "samples", "batch size", "seconds", "GiB", "bound by")
+    return (
+        "## Example: the plan for the author's own data\n\n"
+        "Yours is computed from your data when you load the config.\n\n" + _table(header, rows)
+    )
+
+
+def _table(header, rows):
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
+
+
+def _cell(value):
+    """One line without what Markdown or HTML would act on."""
+    return " ".join(str(value).split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def _percent(error):
+    return f"{100 * error:.2g}%"

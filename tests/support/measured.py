@@ -1,0 +1,42 @@
+"""A bucket config fitted to steps that follow a known law, as tests of config, command line and report need one."""
+
+from adaptiveload_hf.buckets.cost import Measurement, MemoryModel, Roofline
+from adaptiveload_hf.buckets.shapes import LatentShape, TokenGeometry
+
+COST = Roofline(floor=0.4, c0=0.01, c1=2e-5, c2=4e-10)
+MEMORY = MemoryModel(base_gib=3.0, gib_per_token=1e-4)
+BATCH_SIZES = {"1x60x104": (1, 16, 64), "5x60x104": (1, 4, 12), "13x60x104": (1, 3), "21x60x104": (1, 2)}
+MODEL = {
+    "class": "WanTransformer3DModel",
+    "config_hash": "0123456789abcdef",
+    "base_model": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+}
+ENVIRONMENT = {
+    "gpu": "NVIDIA H200",
+    "gpu_memory_gib": 139.81,
+    "world_size": 8,
+    "strategy": "fsdp2",
+    "dtype": "bfloat16",
+    "gradient_accumulation_steps": 2,
+    "versions": {"torch": "2.11.0", "diffusers": "0.42.1"},
+}
+
+
+def measure(memory=True):
+    """Steps that take exactly COST seconds and MEMORY GiB (none where the device cannot tell)."""
+    return [
+        Measurement(
+            shape, tokens, batch, float(COST.seconds(batch, tokens)), float(memory * MEMORY.gib(batch, tokens))
+        )
+        for shape, batches in BATCH_SIZES.items()
+        for tokens in [TokenGeometry().tokens(LatentShape.parse(shape))]
+        for batch in batches
+    ]
+
+
+def make_config(measurements=None, model=MODEL, environment=ENVIRONMENT):
+    from adaptiveload_hf import BucketConfig
+
+    return BucketConfig.from_measurements(
+        measurements or measure(), model=model, environment=environment, geometry=TokenGeometry()
+    )
