@@ -2,6 +2,7 @@
 
 import bisect
 import math
+import struct
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -30,6 +31,11 @@ QUARTER_TURNS = {
     180: Image.Transpose.ROTATE_180,
     270: Image.Transpose.ROTATE_270,
 }
+
+
+# Pillow's plugins raise any of these on damaged files, so only lines that call nothing but Pillow are guarded so.
+PILLOW_ERRORS = (OSError, ValueError, SyntaxError, EOFError, LookupError, RuntimeError, TypeError, struct.error)
+PILLOW_ERRORS += (Image.DecompressionBombError,)
 
 
 class Frame(NamedTuple):
@@ -76,15 +82,14 @@ def look(path: Path, fps: Fraction, longest: int) -> Footage:
         UserError: what is wrong with the file.
     """
     times = []
-    with _decoding_errors():
-        for frame in _frames(path):
-            if not times:
-                picture, pixel_aspect = frame.load(), frame.pixel_aspect
-            elif frame.seconds < times[-1]:
-                raise UserError(f"its timestamps go backwards at frame {len(times)}; re-encode it")
-            times.append(frame.seconds)
-            if frame.seconds - times[0] >= longest / fps + TIME_TOLERANCE:
-                break
+    for frame in _frames(path):
+        if not times:
+            picture, pixel_aspect = frame.load(), frame.pixel_aspect
+        elif frame.seconds < times[-1]:
+            raise UserError(f"its timestamps go backwards at frame {len(times)}; re-encode it")
+        times.append(frame.seconds)
+        if frame.seconds - times[0] >= longest / fps + TIME_TOLERANCE:
+            break
     if not times:
         raise UserError("not one frame of it can be decoded")
     return Footage(
@@ -112,15 +117,14 @@ def read(path: Path, footage: Footage, bucket: Bucket) -> np.ndarray:
     wanted = footage.source_frames[: bucket.frames]
     sample = np.empty((*bucket, 3), dtype=np.uint8)
     filled = 0
-    with _decoding_errors():
-        for index, frame in enumerate(_frames(path)):
-            if index == wanted[filled]:
-                picture = crop_to_fill(frame.load(), frame.pixel_aspect, bucket.height, bucket.width)
-                while filled < bucket.frames and wanted[filled] == index:
-                    sample[filled] = picture
-                    filled += 1
-            if filled == bucket.frames:
-                return sample
+    for index, frame in enumerate(_frames(path)):
+        if index == wanted[filled]:
+            picture = crop_to_fill(frame.load(), frame.pixel_aspect, bucket.height, bucket.width)
+            while filled < bucket.frames and wanted[filled] == index:
+                sample[filled] = picture
+                filled += 1
+        if filled == bucket.frames:
+            return sample
     raise UserError(f"it ended at frame {filled} of {bucket.frames}, but it was longer when first read")
 
 
@@ -203,6 +207,19 @@ def crop_to_fill(picture: Image.Image, pixel_aspect: Fraction, height: int, widt
     return picture.resize((width, height), Image.Resampling.LANCZOS, box=box)
 
 
+@contextmanager
+def _pillow_errors():
+    try:
+        yield
+    except UserError:
+        raise
+    except UnidentifiedImageError as error:
+        raise UserError("it is no picture that Pillow knows") from error
+    except PILLOW_ERRORS as error:
+        raise UserError(f"Pillow cannot decode it: {error}") from error
+
+
+@_pillow_errors()
 def to_rgb(picture: Image.Image) -> Image.Image:
     """Turns a picture upright by its EXIF orientation and converts any mode to RGB, transparency over white.
 
@@ -234,44 +251,52 @@ def _frames(path: Path):
 
 
 def _still_frames(path: Path):
-    with Image.open(path) as picture:
-        animated = picture.format in ANIMATED_FORMATS and picture.is_animated
-        if picture.format == "TIFF" and picture.n_frames > 1:
-            raise UserError(f"it has {picture.n_frames} pages; save each as a file of its own")
+    with _pillow_errors():
+        picture = Image.open(path)
+        count = getattr(picture, "n_frames", 1)
+    with picture:
+        if picture.format == "TIFF" and count > 1:
+            raise UserError(f"it has {count} pages; save each as a file of its own")
         seconds = Fraction(0)
-        for index in range(picture.n_frames if animated else 1):
-            picture.seek(index)
-            picture.load()  # WebP and AVIF tell a frame's duration only then
+        for index in range(count if picture.format in ANIMATED_FORMATS else 1):
+            with _pillow_errors():
+                picture.seek(index)
+                picture.load()  # WebP and AVIF tell a frame's duration only then
             yield Frame(seconds, Fraction(1), partial(to_rgb, picture))
             # As browsers do, a frame without a duration is shown for 100 ms.
             seconds += Fraction(picture.info.get("duration") or 100) / 1000
 
 
 def _clip_frames(path: Path):
-    with av.open(
-        str(path.resolve()), metadata_errors="replace", options={"format_whitelist": CLIP_FORMATS}
-    ) as container:
-        streams = [s for s in container.streams.video if not s.disposition & av.stream.Disposition.attached_pic]
-        if not streams:
-            raise UserError("it has no video, only " + ("sound" if container.streams.audio else "other streams"))
-        stream = streams[0]
+    options = {"format_whitelist": CLIP_FORMATS}
+    with _ffmpeg_errors(), av.open(str(path.resolve()), metadata_errors="replace", options=options) as container:
+        stream = _video_stream(container)
         end = max((entry.pos + entry.size for entry in stream.index_entries), default=0)
         if end > path.stat().st_size:
             raise UserError(f"it is cut short: its index needs {end} bytes, but it has {path.stat().st_size}")
-        stream.thread_type = "AUTO"
-        # Without it FFmpeg fills damaged areas with what it guesses and says nothing.
-        stream.codec_context.options = {"err_detect": "explode"}
         for packet in container.demux(stream):
             if packet.is_corrupt:
                 raise UserError("it is damaged or cut short: it holds a packet that is not whole")
             for frame in packet.decode():
-                if frame.is_corrupt or frame.pts is None:
-                    raise UserError(
-                        "it holds a frame that is " + ("damaged" if frame.is_corrupt else "without a time")
-                    )
-                turned = frame.rotation % 180 == 90
+                if frame.is_corrupt:
+                    raise UserError("it is damaged: it holds a frame that is not whole")
+                if frame.pts is None:
+                    raise UserError("its frames have no times; put it into another container, such as .mp4")
                 aspect = Fraction(stream.sample_aspect_ratio or 1)
+                turned = frame.rotation % 180 == 90
                 yield Frame(frame.pts * frame.time_base, 1 / aspect if turned else aspect, partial(_upright, frame))
+
+
+def _video_stream(container):
+    streams = [s for s in container.streams.video if not s.disposition & av.stream.Disposition.attached_pic]
+    if not streams:
+        raise UserError("it has no video, only " + ("sound" if container.streams.audio else "other streams"))
+    if streams[0].codec_context is None:
+        raise UserError("it is damaged, or FFmpeg has no decoder for its codec")
+    streams[0].thread_type = "AUTO"
+    # Without it FFmpeg fills damaged areas with what it guesses and says nothing.
+    streams[0].codec_context.options = {"err_detect": "explode"}
+    return streams[0]
 
 
 def _upright(frame: av.VideoFrame) -> Image.Image:
@@ -280,21 +305,16 @@ def _upright(frame: av.VideoFrame) -> Image.Image:
     if frame.rotation % 360 not in QUARTER_TURNS:
         raise UserError(f"it is to be shown turned by {frame.rotation} degrees; re-encode it upright")
     transparent = any(component.is_alpha for component in frame.format.components)
-    picture = to_rgb(Image.fromarray(frame.to_ndarray(format="rgba" if transparent else "rgb24")))
+    with _ffmpeg_errors():
+        pixels = frame.to_ndarray(format="rgba" if transparent else "rgb24")
     turn = QUARTER_TURNS[frame.rotation % 360]
+    picture = to_rgb(Image.fromarray(pixels))
     return picture if turn is None else picture.transpose(turn)
 
 
 @contextmanager
-def _decoding_errors():
+def _ffmpeg_errors():
     try:
         yield
-    except UserError:
-        raise
     except av.FFmpegError as error:
         raise UserError(f"FFmpeg cannot decode it: {error.strerror}") from error
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        unknown = isinstance(error, UnidentifiedImageError)
-        raise UserError(
-            "it is no picture that Pillow knows" if unknown else f"Pillow cannot decode it: {error}"
-        ) from error

@@ -89,7 +89,7 @@ def parse_buckets(words: list[str], frame_step: int, pixel_step: int) -> list[Bu
         buckets.append(bucket)
     if illegal:
         raise UserError(
-            f"This model needs {frame_step}n+1 frames, and heights and widths that are multiples of {pixel_step} pixels. "
+            f"This model needs {frame_step}n+1 frames, and multiples of {pixel_step} pixels as height and width. "
             f"Not so: {', '.join(illegal)}."
         )
     return list(dict.fromkeys(buckets))
@@ -248,6 +248,8 @@ def write_report(output_dir: Path, kept: datasets.Dataset, listing: Listing, cut
 def prepare(args: argparse.Namespace):
     """Does the whole work; the arguments are those of the command line."""
     root, output_dir, work = args.instance_data_root, args.output_dir, args.output_dir / "unfinished"
+    if args.max_sequence_length < 1:
+        raise UserError(f"--max_sequence_length must be 1 or more, but it is {args.max_sequence_length}.")
     fps = parse_fps(args.fps)
     buckets = parse_buckets(args.video_resolution_buckets, *bucket_steps(args.pretrained_model_name_or_path))
     if args.overwrite:
@@ -296,7 +298,7 @@ def print_buckets(counts: dict[LatentShape, int], output_dir: Path, frame_step: 
     for shape, count in counts.items():
         print(f"{shape!s:>12} {shape.pixels(frame_step, spatial):>14} {count:>8}")
     print(
-        f"{sum(counts.values())} samples in {output_dir / 'dataset'}; refused: see {output_dir / 'prepare_report.json'}"
+        f"{sum(counts.values())} samples in {output_dir / 'dataset'}, report in {output_dir / 'prepare_report.json'}"
     )
 
 
