@@ -1,0 +1,44 @@
+"""Is the CUDA extension there, and does it fit the GPU?"""
+
+import functools
+from pathlib import Path
+
+import torch
+
+OPS_WITH_KERNELS = ("layer_norm_modulate", "gate_residual")
+OLDEST_TORCH = (2, 11)
+
+_PATH = Path(__file__).parent.parent / "_C.abi3.so"
+_BUILD = "`pip install --no-build-isolation .` in a checkout, after torch and with nvcc"
+
+
+def _load() -> str | None:
+    """Loads the extension, or says why it cannot be."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} was built without CUDA"
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
+        return f"torch {torch.__version__} is too old for it: it needs 2.11, build it again after an upgrade"
+    if not _PATH.exists():
+        return f"not built: install with {_BUILD}"
+    try:
+        torch.ops.load_library(str(_PATH))
+    except OSError as error:
+        return f"{_PATH.name} is there but does not load ({error}); build it again with {_BUILD}"
+    return None
+
+
+@functools.cache
+def device_problem(device: int) -> str | None:
+    """Why the loaded extension cannot run on this GPU, or None."""
+    code = torch.ops.adaptiveload.device_error(device)
+    if code == 0:
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    name = torch.cuda.get_device_name(device)
+    return (
+        f"it holds no code for GPU {device}, {name} (sm_{major}{minor}, CUDA error {code}); "
+        f"build it again on this machine with TORCH_CUDA_ARCH_LIST={major}.{minor}"
+    )
+
+
+load_problem = _load()

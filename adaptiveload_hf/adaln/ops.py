@@ -1,0 +1,243 @@
+"""Which fused ops are there? Each is one forward and one backward kernel on CUDA, and the reference elsewhere."""
+
+import torch
+from torch import Tensor
+
+from . import extension, reference, schemas
+from .reference import check_operands, check_rope, promoted_dtype
+
+OPS = (
+    "layer_norm_modulate",
+    "rms_norm_modulate",
+    "gate_residual",
+    "gate_residual_layer_norm_modulate",
+    "rms_norm_rope",
+)
+
+_NAMESPACE = torch.ops.adaptiveload
+
+
+def extension_missing_reason() -> str | None:
+    """Why the CUDA kernels do not run on this machine's current GPU, or None if they do.
+
+    The extension is missing when torch has no CUDA, is too old, when it was not built or does not load, and when it
+    was built for other GPU architectures than this one; the ops run the reference then.
+    """
+    problem = extension.load_problem
+    if problem is None and torch.cuda.is_available():
+        problem = extension.device_problem(torch.cuda.current_device())
+        if problem is not None:
+            schemas.run_reference_on_cuda(extension.OPS_WITH_KERNELS)
+    return problem
+
+
+def kernel_backend(op: str, device_type: str) -> str:
+    """What `ops.<op>` runs on tensors of a device type ("cuda", "cpu", ...): "cuda" or "reference"."""
+    if device_type == "cuda" and op in extension.OPS_WITH_KERNELS and extension_missing_reason() is None:
+        return "cuda"
+    return "reference"
+
+
+def layer_norm_modulate(
+    x: Tensor,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """LN(x)[* weight + bias] * (1 + scale + scale_table) + shift + shift_table, one rounding at the end.
+
+    LN is over the last dimension. What is absent drops out. Calculated in float32, in float64 if an input is.
+    Kept for backward: x, 8 bytes a row, scale; a modulation that needs no gradient costs nothing there. With the CUDA
+    kernels D is at most 8192.
+
+    Args:
+        x: [B, S, D], any strides (copied once if the last one is not 1).
+        scale, shift: [B or 1, T, D], T = 1, S, or a divisor of S (frames): token s reads row s * T // S.
+        eps: added to the variance.
+        weight, bias: [D], the norm's own.
+        scale_table, shift_table: [D], added to scale and shift.
+        out_dtype: of the result. Default: what eager promotion of all operands gives.
+
+    Returns:
+        [B, S, D], contiguous.
+
+    Raises:
+        UserError: a shape, dtype or device is another one.
+
+    Source: AdaLN of DiT (arXiv:2212.09748, section 3.2), as diffusers writes it; one backward pass instead of the two
+    of AdaptiveLoad's D-tile reduction.
+    """
+    columns = (("weight", weight), ("bias", bias), ("scale_table", scale_table), ("shift_table", shift_table))
+    check_operands(x, (("scale", scale), ("shift", shift)), columns)
+    if out_dtype is None:
+        out_dtype = promoted_dtype(x, scale, shift, weight, bias, scale_table, shift_table)
+    if x.dtype == torch.float64 and x.is_cuda:
+        options = {"eps": eps, "weight": weight, "bias": bias, "out_dtype": out_dtype}
+        return reference.layer_norm_modulate(
+            x, scale, shift, scale_table=scale_table, shift_table=shift_table, **options
+        )
+    x, scale, shift = _with_contiguous_columns(x), *_with_equal_rows(x, scale, shift)
+    op = _NAMESPACE.layer_norm_modulate.default
+    return op(x, scale, shift, weight, bias, scale_table, shift_table, eps, out_dtype)[0]
+
+
+def rms_norm_modulate(
+    x: Tensor,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    *,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    scale_offset: float = 1.0,
+    weight_offset: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """RMS(x) * (weight + weight_offset) * (scale_offset + scale) + shift, one rounding at the end.
+
+    RMS(x) = x / sqrt(mean(x^2) + eps) over the last dimension. What is absent drops out, its offset too.
+
+    Args:
+        x, scale, shift, out_dtype: as in `layer_norm_modulate`.
+        weight: [D]. eps: added to the mean square.
+        scale_offset: 0 for models that have added the 1 already. weight_offset: 1 for norms that store weight - 1.
+
+    Returns:
+        [B, S, D], contiguous.
+
+    Raises:
+        UserError: a shape, dtype or device is another one.
+
+    Source: the RMS form of AdaLN in diffusers (LTX, Lumina, Mochi).
+    """
+    check_operands(x, (("scale", scale), ("shift", shift)), (("weight", weight),))
+    if out_dtype is None:
+        out_dtype = promoted_dtype(x, scale, shift, weight)
+    x, scale, shift = _with_contiguous_columns(x), *_with_equal_rows(x, scale, shift)
+    op = _NAMESPACE.rms_norm_modulate.default
+    return op(x, scale, shift, weight, eps, scale_offset, weight_offset, out_dtype)[0]
+
+
+def gate_residual(
+    x: Tensor,
+    y: Tensor,
+    gate: Tensor | None = None,
+    *,
+    gate_table: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """x + y * (gate + gate_table), or x + y without both, one rounding at the end.
+
+    Kept for backward: gate, and y only if the gate or its table needs a gradient.
+
+    Args:
+        x, y: [B, S, D], any strides.
+        gate: [B or 1, T, D], rows as in `layer_norm_modulate`. gate_table: [D].
+        out_dtype: of the result. Default: what eager promotion of all operands gives.
+
+    Returns:
+        [B, S, D], contiguous.
+
+    Raises:
+        UserError: a shape, dtype or device is another one.
+
+    Source: the gated residual of DiT (arXiv:2212.09748, section 3.2).
+    """
+    check_operands(x, (("gate", gate),), (("gate_table", gate_table),), same_as_x=y)
+    if out_dtype is None:
+        out_dtype = promoted_dtype(x, y, gate, gate_table)
+    if x.dtype == torch.float64 and x.is_cuda:
+        return reference.gate_residual(x, y, gate, gate_table=gate_table, out_dtype=out_dtype)
+    x, y = _with_contiguous_columns(x), _with_contiguous_columns(y)
+    gate, _ = _with_equal_rows(x, gate, None)
+    return _NAMESPACE.gate_residual.default(x, y, gate, gate_table, out_dtype)
+
+
+def gate_residual_layer_norm_modulate(
+    x: Tensor,
+    y: Tensor,
+    gate: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    gate_table: Tensor | None = None,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    residual_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`gate_residual`, then `layer_norm_modulate` of the rounded residual, in one pass.
+
+    Args: as those two. residual_dtype: of the residual. Default: eager promotion of x, y, gate and gate_table.
+
+    Returns:
+        residual, normed: both [B, S, D], contiguous.
+
+    Raises:
+        UserError: a shape, dtype or device is another one.
+
+    Source: as those two. The statistics are those of the rounded residual, so that backward keeps only it.
+    """
+    modulation = (("gate", gate), ("scale", scale), ("shift", shift))
+    columns = (("weight", weight), ("bias", bias), ("scale_table", scale_table), ("shift_table", shift_table))
+    check_operands(x, modulation, (*columns, ("gate_table", gate_table)), same_as_x=y)
+    if residual_dtype is None:
+        residual_dtype = promoted_dtype(x, y, gate, gate_table)
+    if out_dtype is None:
+        out_dtype = promoted_dtype(residual_dtype, scale, shift, weight, bias, scale_table, shift_table)
+    x, y = _with_contiguous_columns(x), _with_contiguous_columns(y)
+    gate, _ = _with_equal_rows(x, gate, None)
+    scale, shift = _with_equal_rows(x, scale, shift)
+    op = _NAMESPACE.gate_residual_layer_norm_modulate.default
+    tensors = (x, y, gate, gate_table, scale, shift, weight, bias, scale_table, shift_table)
+    residual, normed, _ = op(*tensors, eps, residual_dtype, out_dtype)
+    return residual, normed
+
+
+def rms_norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, heads: int, eps: float = 1e-6) -> Tensor:
+    """RMS(x) * weight over all heads together, then the rotary embedding of Wan's queries and keys.
+
+    Columns 2i and 2i + 1 of a head are a pair (a, b) and become (a * c - b * s, a * s + b * c) with c = cos[2i] and
+    s = sin[2i + 1]. One rounding at the end (eager rounds the norm's result too).
+
+    Args:
+        x: [B, S, D]. weight: [D].
+        cos, sin: [B or 1, S, 1, D / heads], each angle twice, as `WanRotaryPosEmbed` gives them. No gradient.
+        heads: attention heads. eps: added to the mean square.
+
+    Returns:
+        [B, S, heads, D / heads] of x's dtype, contiguous.
+
+    Raises:
+        UserError: a shape, dtype or device is another one, or cos or sin asks for a gradient.
+
+    Source: WanAttnProcessor of diffusers 0.42.1.
+    """
+    check_rope(x, weight, cos, sin, heads)
+    return _NAMESPACE.rms_norm_rope.default(_with_contiguous_columns(x), weight, cos, sin, heads, eps)[0]
+
+
+def _with_contiguous_columns(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _with_equal_rows(x: Tensor, scale: Tensor | None, shift: Tensor | None) -> list[Tensor | None]:
+    """Both as [B, T, D] with one T: views, but for the unheard-of case of two numbers of frames."""
+    batch, tokens, width = x.shape
+    counts = {m.shape[1] for m in (scale, shift) if m is not None} - {1}
+    rows = 1 if not counts else counts.pop() if len(counts) == 1 else tokens
+    result = []
+    for m in (scale, shift):
+        if m is not None and m.shape != (batch, rows, width):
+            m = m if m.shape[1] in (1, rows) else m.repeat_interleave(rows // m.shape[1], dim=1)
+            m = m.expand(batch, rows, width)
+        result.append(m)
+    return result
