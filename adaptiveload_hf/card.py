@@ -63,28 +63,22 @@ def _use(repo_id):
 
 
 def _facts(config):
-    facts = {
-        **config.environment,
-        "patch size": config.geometry.patch_size,
-        "text tokens": config.geometry.text_tokens,
-    }
-    facts |= {key: value for key, value in config.model.items() if key in ("class", "config_hash", "base_model")}
-    for key, value in facts.items():
+    """Sorted by name, as the JSON is, so that a loaded config writes the same card."""
+    facts = {key: value for key, value in config.model.items() if key in ("class", "config_hash", "base_model")}
+    facts |= {"patch size": "x".join(map(str, config.geometry.patch_size)), "text tokens": config.geometry.text_tokens}
+    for key, value in sorted({**config.environment, **facts}.items()):
         if isinstance(value, dict):
-            value = ", ".join(f"{name} {item}" for name, item in value.items())
-        elif isinstance(value, list | tuple):
-            value = " x ".join(map(str, value))
+            value = ", ".join(f"{name} {item}" for name, item in sorted(value.items()))
         yield key.replace("_", " "), value
 
 
 def _laws(config):
-    chosen, paper = config.config["cost_model"], config.config["power_law"]
-    rows = [(f"**{chosen['kind']}** (used)", chosen)]
-    if chosen["kind"] != "power_law":
-        rows.append(("power_law (the paper's a + b\\*B\\*S^p)", paper))
-    for label, law in rows:
-        parameters = ", ".join(f"{name} {value:.4g}" for name, value in law["parameters"].items())
-        errors = law["errors"]
+    rows = [(f"**{config.cost_model.kind}** (used)", config.cost_model, config.config["cost_model"]["errors"])]
+    if config.cost_model.kind != "power_law":
+        label = "power_law (the paper's a + b\\*B\\*S^p)"
+        rows.append((label, config.power_law, config.config["power_law"]["errors"]))
+    for label, law, errors in rows:
+        parameters = ", ".join(f"{name} {value:.4g}" for name, value in law.parameters.items())
         yield label, parameters, _percent(errors["median"]), _percent(errors["max"])
 
 

@@ -2,7 +2,7 @@
 
 import tempfile
 import warnings
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import accelerate
@@ -88,18 +88,18 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         Raises:
             UserError: tokens of a measurement are not what `geometry` gives; or nothing can be fitted.
         """
-        fit = fit_cost_model(measurements)
-        memory = fit_memory_model(measurements) if any(m.peak_gib > 0 for m in measurements) else None
         model = {**model, "patch_size": geometry.patch_size, "text_tokens": geometry.text_tokens}
         if not is_hub_id(model.get("base_model")):
             model.pop("base_model", None)
+        fields = {"model": plain(model, "model"), "environment": plain(environment, "environment")}
+        fit = fit_cost_model(measurements)
+        memory = fit_memory_model(measurements) if any(m.peak_gib > 0 for m in measurements) else None
         return cls(
             format_version=FORMAT_VERSION,
-            model=plain(model, "model"),
-            environment=plain(environment, "environment"),
+            **fields,
             cost_model=_cost_fields(fit.candidates[fit.model.kind]),
             power_law=_cost_fields(fit.candidates["power_law"]),
-            memory_model=memory and {"base_gib": float(memory.base_gib), "gib_per_token": float(memory.gib_per_token)},
+            memory_model=memory and asdict(memory),
             example_plan=example_plan and plain(example_plan.to_dict(), "example_plan"),
             measurements=measurements,
         )

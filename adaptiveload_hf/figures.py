@@ -5,7 +5,6 @@ import io
 
 import numpy as np
 
-from .buckets.shapes import LatentShape
 from .errors import UserError
 
 _WAITING = "0.82"
@@ -40,7 +39,7 @@ def fit_png(measurements, cost_model, power_law):
     Returns: PNG, bytes.
     """
     measured = [m for m in measurements if not m.oom]
-    shapes = sorted({m.shape for m in measured}, key=LatentShape.parse)
+    shapes = [shape for _, shape in sorted({(m.tokens, m.shape) for m in measured})]
     colours = _colours(len(shapes))
     figure = _figure(11, 4.6)
     law, error = figure.subplots(1, 2, width_ratios=(3, 2))
@@ -158,7 +157,7 @@ def _draw_shape(axis, measured, cost_model, power_law, label, colour):
     tokens = measured[0].tokens
     batch_sizes = np.array([m.batch_size for m in measured])
     axis.plot(batch_sizes * tokens, [m.seconds for m in measured], "o", color=colour, label=label, markersize=5)
-    line = np.geomspace(batch_sizes.min(), batch_sizes.max() * 1.0001, 50)
+    line = np.geomspace(batch_sizes.min() / 1.2, batch_sizes.max() * 1.2, 100)
     axis.plot(line * tokens, cost_model.seconds(line, tokens), color=colour, linewidth=1.2)
     axis.plot(line * tokens, power_law.seconds(line, tokens), color=colour, linewidth=1, linestyle=":")
 
