@@ -15,6 +15,7 @@ from . import __version__
 from .buckets.cost import MemoryModel, cost_model_from_dict, fit_cost_model, fit_memory_model
 from .buckets.plan import BucketPlan, make_plan
 from .buckets.shapes import LatentShape, TokenGeometry
+from .buckets.simulate import compare
 from .card import write_card
 from .config_file import (
     CONFIG_FILE,
@@ -68,7 +69,7 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         self.power_law = cost_model_from_dict(power_law)
         self.memory_model = None if memory_model is None else MemoryModel(**memory_model)
         self.geometry = TokenGeometry(tuple(model["patch_size"]), model["text_tokens"])
-        self.example_plan = None if example_plan is None else BucketPlan.from_dict(example_plan)
+        self.example_plan = None if example_plan is None else _read_plan(example_plan)
         self.measurements = list(measurements)
         _check_tokens(self.measurements, self.geometry)
 
@@ -216,26 +217,48 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
 
         Returns: `BucketPlan`.
         """
-        findings = self._world_size_finding(world_size)
-        if memory_limit_gib is None:
-            memory_limit_gib, finding = self._default_memory_limit()
-            findings = (finding, *findings)
-        tokens = [measurement.tokens for measurement in self.measurements if not measurement.oom]
+        options, findings = self._plan_options(world_size, memory_limit_gib)
         plan = make_plan(
             shape_counts,
             self.cost_model,
             self.memory_model,
-            geometry=self.geometry,
-            memory_limit_gib=memory_limit_gib,
             world_size=world_size,
             gradient_accumulation_steps=gradient_accumulation_steps,
             target_seconds=target_seconds,
             policy=policy,
             batch_sizes=batch_sizes,
-            measured_tokens=(min(tokens), max(tokens)),
             allow_extrapolation=allow_extrapolation,
+            **options,
         )
         return replace(plan, findings=(*findings, *plan.findings))
+
+    def compare(
+        self,
+        shape_counts,
+        *,
+        world_size,
+        gradient_accumulation_steps=1,
+        memory_limit_gib=None,
+        target_seconds="auto",
+        allow_extrapolation=False,
+    ):
+        """
+        `buckets.simulate.compare` with this config's laws.
+
+        Args: as in `plan`.
+
+        Returns: list of `buckets.simulate.ComparisonRow`, the baseline first.
+        """
+        return compare(
+            shape_counts,
+            self.cost_model,
+            self.memory_model,
+            world_size=world_size,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            target_seconds=target_seconds,
+            allow_extrapolation=allow_extrapolation,
+            **self._plan_options(world_size, memory_limit_gib)[0],
+        )
 
     def check_environment(self, environment, model=None):
         """
@@ -260,23 +283,27 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
             if key in model and key in self.model and model[key] != self.model[key]
         ]
 
-    def _default_memory_limit(self):
-        here, measured = current_environment()["gpu_memory_gib"], self.environment.get("gpu_memory_gib")
-        memory = min((gib for gib in (here, measured) if gib), default=None)
-        if self.memory_model is None or memory is None:
-            missing = "GPU memory was not measured" if self.memory_model is None else "the GPU's memory is not known"
-            return None, f"no memory limit: {missing}"
-        limit = (1 - MEMORY_RESERVE) * memory
-        return limit, f"memory limit {limit:.1f} GiB: {1 - MEMORY_RESERVE:.0%} of a GPU with {memory:.1f} GiB"
-
-    def _world_size_finding(self, world_size):
-        measured = self.environment.get("world_size")
-        if measured in (None, world_size):
-            return ()
-        return (
-            f"measured on {measured} ranks, planned for {world_size}: "
-            "a micro-batch is assumed to take as long there as it did on the measured ranks",
-        )
+    def _plan_options(self, world_size, memory_limit_gib):
+        """What this config adds to the arguments of `make_plan`, and what the user should know of it."""
+        tokens = [measurement.tokens for measurement in self.measurements if not measurement.oom]
+        findings = []
+        if memory_limit_gib is None and self.memory_model is not None:
+            memories = (self.environment.get("gpu_memory_gib"), current_environment()["gpu_memory_gib"])
+            if memory := min((gib for gib in memories if gib), default=None):
+                memory_limit_gib = (1 - MEMORY_RESERVE) * memory
+                share = f"{1 - MEMORY_RESERVE:.0%} of a GPU with {memory:.1f} GiB"
+                findings.append(f"Memory limit {memory_limit_gib:.1f} GiB: {share}.")
+        if self.environment.get("world_size") not in (None, world_size):
+            findings.append(
+                f"Measured on {self.environment['world_size']} ranks, planned for {world_size}: a micro-batch is "
+                "assumed to take as long there as it did on the measured ranks."
+            )
+        options = {
+            "geometry": self.geometry,
+            "memory_limit_gib": memory_limit_gib,
+            "measured_tokens": (min(tokens), max(tokens)),
+        }
+        return options, findings
 
     def _write(self, folder, repo_id=None):
         """Names of the files written; the card's example loads `repo_id`."""
@@ -303,6 +330,13 @@ def current_environment():
         "gpu_memory_gib": gpu and round(gpu.total_memory / 2**30, 2),
         "versions": {"adaptiveload_hf": __version__, **{p.__name__: str(p.__version__) for p in packages}},
     }
+
+
+def _read_plan(saved):
+    try:
+        return BucketPlan.from_dict(saved)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"example_plan is no plan of this version ({error!r}). Set it to null.") from None
 
 
 def _check_tokens(measurements, geometry):

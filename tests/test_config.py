@@ -109,6 +109,7 @@ def test_a_value_of_another_type_is_named():
         ("memory_model.base_gib", True, "memory_model.base_gib must be a number of at least 0, but it is True"),
         ("memory_model.slope", 1, "memory_model must have the keys base_gib, gib_per_token"),
         ("example_plan", "mine", "example_plan must be a JSON object"),
+        ("example_plan", {"policy": "dual"}, r"example_plan is no plan of this version \(KeyError\('buckets'\)\)"),
         ("environment.gpu_memory_gib", "80 GB", "environment.gpu_memory_gib must be a positive number or null"),
         ("memmory_model", {}, "has unknown keys: memmory_model"),
     ],
@@ -255,13 +256,13 @@ def test_strict_refuses_another_environment_and_takes_this_one(folder, tmp_path)
 def test_the_plan_keeps_a_reserve_of_the_measured_memory_and_says_so(config):
     plan = config.plan(COUNTS, **RANKS)
     limit = (1 - MEMORY_RESERVE) * ENVIRONMENT["gpu_memory_gib"]
-    assert plan.findings[0] == f"memory limit {limit:.1f} GiB: 90% of a GPU with 139.8 GiB"
+    assert plan.findings[0] == f"Memory limit {limit:.1f} GiB: 90% of a GPU with 139.8 GiB."
     assert plan.m_mem_tokens == pytest.approx(MEMORY.max_tokens(limit), rel=1e-3)
 
 
 def test_a_smaller_gpu_here_lowers_the_memory_limit(config, monkeypatch):
     monkeypatch.setattr(adaptiveload_hf.config, "current_environment", lambda: {"gpu_memory_gib": 40.0})
-    assert config.plan(COUNTS, **RANKS).findings[0].startswith("memory limit 36.0 GiB")
+    assert config.plan(COUNTS, **RANKS).findings[0].startswith("Memory limit 36.0 GiB")
 
 
 def test_a_given_memory_limit_counts(config):
@@ -274,12 +275,14 @@ def test_without_measured_memory_there_is_no_limit_and_it_is_said(tmp_path):
     make_config(measure(memory=False)).save_pretrained(tmp_path)
     config = BucketConfig.from_pretrained(tmp_path)
     assert config.memory_model is None
-    assert "no memory limit: GPU memory was not measured" in config.plan(COUNTS, **RANKS).findings
+    plan = config.plan(COUNTS, **RANKS)
+    assert plan.m_mem_tokens is None
+    assert plan.findings[0].startswith("No memory model or limit")
 
 
 def test_another_world_size_is_stated_as_an_assumption(config):
     findings = config.plan(COUNTS, world_size=4).findings
-    assert [finding for finding in findings if finding.startswith("measured on 8 ranks, planned for 4")]
+    assert [finding for finding in findings if finding.startswith("Measured on 8 ranks, planned for 4")]
 
 
 def test_a_shape_outside_the_measured_range_is_refused_unless_allowed(config):
