@@ -275,13 +275,10 @@ def _clip_frames(path: Path):
         if end > path.stat().st_size:
             raise UserError(f"it is cut short: its index needs {end} bytes, but it has {path.stat().st_size}")
         for packet in container.demux(stream):
-            if packet.is_corrupt:
-                raise UserError("it is damaged or cut short: it holds a packet that is not whole")
-            for frame in packet.decode():
-                if frame.is_corrupt:
-                    raise UserError("it is damaged: it holds a frame that is not whole")
-                if frame.pts is None:
-                    raise UserError("its frames have no times; put it into another container, such as .mp4")
+            frames = packet.decode()
+            if packet.is_corrupt or any(frame.is_corrupt or frame.pts is None for frame in frames):
+                raise UserError("it is damaged or cut short: a packet or frame of it is not whole, or has no time")
+            for frame in frames:
                 aspect = Fraction(stream.sample_aspect_ratio or 1)
                 turned = frame.rotation % 180 == 90
                 yield Frame(frame.pts * frame.time_base, 1 / aspect if turned else aspect, partial(_upright, frame))
@@ -290,7 +287,7 @@ def _clip_frames(path: Path):
 def _video_stream(container):
     streams = [s for s in container.streams.video if not s.disposition & av.stream.Disposition.attached_pic]
     if not streams:
-        raise UserError("it has no video, only " + ("sound" if container.streams.audio else "other streams"))
+        raise UserError("it has no video" + (", only sound" if container.streams.audio else ""))
     if streams[0].codec_context is None:
         raise UserError("it is damaged, or FFmpeg has no decoder for its codec")
     streams[0].thread_type = "AUTO"

@@ -36,11 +36,11 @@ SAMPLES_PER_PART = 32  # what an interrupted run loses at most, and what it hold
 FEATURES = datasets.Features(
     {
         "latent": datasets.Value("large_binary"),
-        "latent_shape": datasets.Sequence(datasets.Value("int32")),
+        "latent_shape": datasets.List(datasets.Value("int32")),
         "latent_dtype": datasets.Value("string"),
         "latent_normalized": datasets.Value("bool"),
         "prompt_embeds": datasets.Value("large_binary"),
-        "prompt_embeds_shape": datasets.Sequence(datasets.Value("int32")),
+        "prompt_embeds_shape": datasets.List(datasets.Value("int32")),
         "prompt_embeds_dtype": datasets.Value("string"),
         "caption": datasets.Value("string"),
         "file": datasets.Value("string"),
