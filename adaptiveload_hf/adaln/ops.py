@@ -3,7 +3,12 @@
 import torch
 from torch import Tensor
 
-from . import extension, reference, schemas
+from . import (
+    extension,
+    reference,
+    registry,
+    schemas,  # noqa: F401  defines the ops
+)
 from .reference import check_operands, check_rope, promoted_dtype
 
 OPS = (
@@ -27,7 +32,7 @@ def extension_missing_reason() -> str | None:
     if problem is None and torch.cuda.is_available():
         problem = extension.device_problem(torch.cuda.current_device())
         if problem is not None:
-            schemas.run_reference_on_cuda(extension.OPS_WITH_KERNELS)
+            registry.run_reference_on_cuda(extension.OPS_WITH_KERNELS)
     return problem
 
 

@@ -13,58 +13,11 @@ from .reference import (
     inverse_rms,
     row_statistics,
 )
+from .registry import bits_of, define, define_autograd, define_backward, empty_gradients, gradients_of, kind_of
 
 # In every schema the tensor arguments come first and modulations are [B, T, D], scale and shift with one T; the
 # functions in `ops` see to that. A backward op returns only the gradients that the bits of `needs` ask for, bit i
 # standing for argument i of the forward op. Its double backward is the differentiable formula in `gradients`.
-
-LIBRARY = torch.library.Library("adaptiveload", "DEF")
-_NAMESPACE = torch.ops.adaptiveload
-_KERNELS = {}
-_OVERRIDDEN = set()
-
-
-def _define(schema: str, kernel, fake):
-    name = schema.partition("(")[0]
-    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _KERNELS[name] = kernel
-    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"adaptiveload::{name}", fake, lib=LIBRARY)
-
-
-def _define_backward(schema: str, formula, fake):
-    """A backward op whose kernel is the formula; differentiating the op itself is refused by name."""
-    name = schema.partition("(")[0]
-
-    def kernel(*args):
-        return [gradient.contiguous() for gradient in formula(*args)]
-
-    def refuse(ctx, *_):
-        raise RuntimeError(
-            f"adaptiveload::{name} is not differentiable. Differentiate the forward op with create_graph=True instead."
-        )
-
-    _define(schema, kernel, fake)
-    torch.library.register_autograd(f"adaptiveload::{name}", refuse, lib=LIBRARY)
-
-
-def _bits(flags) -> int:
-    return sum(1 << bit for bit, flag in enumerate(flags) if flag)
-
-
-def _in_place(found: list[Tensor], needs: int, count: int) -> list[Tensor | None]:
-    """The gradients at their arguments' places, None between them."""
-    remaining = iter(found)
-    return [next(remaining) if needs >> bit & 1 else None for bit in range(count)]
-
-
-def _empty(like: Tensor, needs: int, *kinds) -> list[Tensor]:
-    """An empty tensor for every (shape, dtype) of `kinds` whose bit is set."""
-    return [like.new_empty(kind[0], dtype=kind[1]) for bit, kind in enumerate(kinds) if needs >> bit & 1]
-
-
-def _kind(tensor: Tensor | None):
-    return None if tensor is None else (tensor.shape, tensor.dtype)
 
 
 def _save_shift(ctx, x: Tensor, shift: Tensor | None):
@@ -91,12 +44,10 @@ def _fake_layer_norm_modulate(x, scale, shift, weight, bias, scale_table, shift_
     return x.new_empty(x.shape, dtype=out_dtype), x.new_empty((*x.shape[:2], 2), dtype=dtype)
 
 
-def _fake_layer_norm_modulate_backward(
-    grad, x, stats, scale, weight, bias, scale_table, rows, shift_dtype, needs
-):  # fmt: skip
+def _fake_layer_norm_modulate_backward(grad, x, stats, scale, weight, bias, scale_table, rows, shift_dtype, needs):
     column = ((x.shape[2],), stats.dtype)
     shift = ((x.shape[0], rows, x.shape[2]), shift_dtype)
-    return _empty(x, needs, _kind(x), _kind(scale), shift, column, column, column, column)
+    return empty_gradients(x, needs, kind_of(x), kind_of(scale), shift, column, column, column, column)
 
 
 def _save_layer_norm_modulate(ctx, inputs, output):
@@ -113,12 +64,11 @@ def _differentiate_layer_norm_modulate(ctx, grad, _):
     if grad is None:
         return (None,) * 9
     x, stats, scale, weight, bias, scale_table = ctx.saved_tensors
-    needs, rows, direct = _split_shift(ctx, _bits(ctx.needs_input_grad[:7]), 2, x.shape[1])
-    backward = _NAMESPACE.layer_norm_modulate_backward.default
+    needs, rows, direct = _split_shift(ctx, bits_of(ctx.needs_input_grad[:7]), 2, x.shape[1])
     if torch.is_grad_enabled():
-        backward, stats = gradients.layer_norm_modulate, row_statistics(x, ctx.eps, stats.dtype)
-    found = backward(grad, x, stats, scale, weight, bias, scale_table, rows, ctx.shift_dtype, needs)
-    placed = _in_place(found, needs, 7)
+        stats = row_statistics(x, ctx.eps, stats.dtype)
+    args = (grad, x, stats, scale, weight, bias, scale_table, rows, ctx.shift_dtype)
+    placed = gradients_of("layer_norm_modulate", 7, needs, *args)
     if direct:
         placed[2] = grad
     return (*placed, None, None)
@@ -139,7 +89,7 @@ def _fake_rms_norm_modulate_backward(
     grad, x, rstd, scale, weight, scale_offset, weight_offset, rows, shift_dtype, needs
 ):
     shift = ((x.shape[0], rows, x.shape[2]), shift_dtype)
-    return _empty(x, needs, _kind(x), _kind(scale), shift, ((x.shape[2],), rstd.dtype))
+    return empty_gradients(x, needs, kind_of(x), kind_of(scale), shift, ((x.shape[2],), rstd.dtype))
 
 
 def _save_rms_norm_modulate(ctx, inputs, output):
@@ -156,11 +106,11 @@ def _differentiate_rms_norm_modulate(ctx, grad, _):
     if grad is None:
         return (None,) * 8
     x, rstd, scale, weight = ctx.saved_tensors
-    needs, rows, direct = _split_shift(ctx, _bits(ctx.needs_input_grad[:4]), 2, x.shape[1])
-    backward = _NAMESPACE.rms_norm_modulate_backward.default
+    needs, rows, direct = _split_shift(ctx, bits_of(ctx.needs_input_grad[:4]), 2, x.shape[1])
     if torch.is_grad_enabled():
-        backward, rstd = gradients.rms_norm_modulate, inverse_rms(x, ctx.eps, rstd.dtype)
-    placed = _in_place(backward(grad, x, rstd, scale, weight, *ctx.offsets, rows, ctx.shift_dtype, needs), needs, 4)
+        rstd = inverse_rms(x, ctx.eps, rstd.dtype)
+    args = (grad, x, rstd, scale, weight, *ctx.offsets, rows, ctx.shift_dtype)
+    placed = gradients_of("rms_norm_modulate", 4, needs, *args)
     if direct:
         placed[2] = grad
     return (*placed, None, None, None, None)
@@ -176,7 +126,7 @@ def _fake_gate_residual(x, y, gate, gate_table, out_dtype):
 
 def _fake_gate_residual_backward(grad, y, gate, gate_table, y_dtype, needs):
     column = ((grad.shape[2],), compute_dtype(grad, y, gate, gate_table))
-    return _empty(grad, needs, None, (grad.shape, y_dtype), _kind(gate), column)
+    return empty_gradients(grad, needs, None, (grad.shape, y_dtype), kind_of(gate), column)
 
 
 def _save_gate_residual(ctx, inputs, output):
@@ -191,15 +141,12 @@ def _differentiate_gate_residual(ctx, grad):
     if grad is None:
         return (None,) * 5
     y, gate, gate_table = ctx.saved_tensors
-    needs = _bits(ctx.needs_input_grad[:4]) & ~1
+    needs = bits_of(ctx.needs_input_grad[:4]) & ~1
     placed = [None] * 4
     if gate is None and gate_table is None:
         placed[1] = grad
     elif needs:
-        backward = _NAMESPACE.gate_residual_backward.default
-        if torch.is_grad_enabled():
-            backward = gradients.gate_residual
-        placed = _in_place(backward(grad, y, gate, gate_table, ctx.y_dtype, needs), needs, 4)
+        placed = gradients_of("gate_residual", 4, needs, grad, y, gate, gate_table, ctx.y_dtype)
     placed[0] = grad
     return (*placed, None)
 
@@ -208,18 +155,18 @@ def _gate_residual_layer_norm_modulate(
     x, y, gate, gate_table, scale, shift, weight, bias, scale_table, shift_table, eps, residual_dtype, out_dtype
 ):
     residual = apply_gate_residual(x, y, gate, gate_table, residual_dtype).contiguous()
-    normed, stats = _layer_norm_modulate(
+    return residual, *_layer_norm_modulate(
         residual, scale, shift, weight, bias, scale_table, shift_table, eps, out_dtype
     )
-    return residual, normed, stats
 
 
 def _fake_gate_residual_layer_norm_modulate(
     x, y, gate, gate_table, scale, shift, weight, bias, scale_table, shift_table, eps, residual_dtype, out_dtype
 ):
     residual = x.new_empty(x.shape, dtype=residual_dtype)
-    norm = _fake_layer_norm_modulate(residual, scale, shift, weight, bias, scale_table, shift_table, eps, out_dtype)
-    return residual, *norm
+    return residual, *_fake_layer_norm_modulate(
+        residual, scale, shift, weight, bias, scale_table, shift_table, eps, out_dtype
+    )
 
 
 def _fake_gate_residual_layer_norm_modulate_backward(
@@ -230,9 +177,8 @@ def _fake_gate_residual_layer_norm_modulate_backward(
     shift = ((residual.shape[0], rows, residual.shape[2]), shift_dtype)
     whole = [(residual.shape, x_dtype), (residual.shape, y_dtype)]
     gate_column = ((residual.shape[2],), compute_dtype(y, gate, gate_table, stats))
-    return _empty(
-        residual, needs, *whole, _kind(gate), gate_column, _kind(scale), shift, column, column, column, column
-    )
+    norm = (kind_of(scale), shift, column, column, column, column)
+    return empty_gradients(residual, needs, *whole, kind_of(gate), gate_column, *norm)
 
 
 def _save_gate_residual_layer_norm_modulate(ctx, inputs, output):
@@ -252,16 +198,12 @@ def _differentiate_gate_residual_layer_norm_modulate(ctx, grad_residual, grad, _
         return (None,) * 13
     if grad is None:
         grad = torch.zeros_like(residual)
-    needs, rows, direct = _split_shift(ctx, _bits(ctx.needs_input_grad[:10]), 5, residual.shape[1])
-    backward = _NAMESPACE.gate_residual_layer_norm_modulate_backward.default
+    needs, rows, direct = _split_shift(ctx, bits_of(ctx.needs_input_grad[:10]), 5, residual.shape[1])
     if torch.is_grad_enabled():
-        backward = gradients.gate_residual_layer_norm_modulate
         stats = row_statistics(residual, ctx.eps, stats.dtype)
-    found = backward(
-        grad_residual, grad, residual, stats, y, gate, gate_table, scale, weight, bias, scale_table,
-        *ctx.dtypes, rows, ctx.shift_dtype, needs,
-    )  # fmt: skip
-    placed = _in_place(found, needs, 10)
+    kept = (residual, stats, y, gate, gate_table, scale, weight, bias, scale_table)
+    args = (grad_residual, grad, *kept, *ctx.dtypes, rows, ctx.shift_dtype)
+    placed = gradients_of("gate_residual_layer_norm_modulate", 10, needs, *args)
     if direct:
         placed[5] = grad
     return (*placed, None, None, None)
@@ -279,7 +221,7 @@ def _fake_rms_norm_rope(x, weight, cos, sin, heads, eps):
 
 
 def _fake_rms_norm_rope_backward(grad, x, rstd, weight, cos, sin, needs):
-    return _empty(x, needs, _kind(x), (weight.shape, rstd.dtype))
+    return empty_gradients(x, needs, kind_of(x), (weight.shape, rstd.dtype))
 
 
 def _save_rms_norm_rope(ctx, inputs, output):
@@ -295,92 +237,78 @@ def _differentiate_rms_norm_rope(ctx, grad, _):
     if grad is None:
         return (None,) * 6
     x, rstd, weight, cos, sin = ctx.saved_tensors
-    needs = _bits(ctx.needs_input_grad[:2])
-    backward = _NAMESPACE.rms_norm_rope_backward.default
+    needs = bits_of(ctx.needs_input_grad[:2])
     if torch.is_grad_enabled():
-        backward, rstd = gradients.rms_norm_rope, inverse_rms(x, ctx.eps, rstd.dtype)
-    return (*_in_place(backward(grad, x, rstd, weight, cos, sin, needs), needs, 2), None, None, None, None)
+        rstd = inverse_rms(x, ctx.eps, rstd.dtype)
+    return (*gradients_of("rms_norm_rope", 2, needs, grad, x, rstd, weight, cos, sin), None, None, None, None)
 
 
-def run_reference_on_cuda(names):
-    """Puts the reference in front of an extension that holds no code for this GPU."""
-    for name in names:
-        for op in (name, f"{name}_backward"):
-            if op not in _OVERRIDDEN:
-                _OVERRIDDEN.add(op)
-                LIBRARY.impl(op, _KERNELS[op], "CUDA")
-
-
-def _differentiable(name: str, save, differentiate):
-    torch.library.register_autograd(f"adaptiveload::{name}", differentiate, setup_context=save, lib=LIBRARY)
-
-
-_define(
+define(
     "layer_norm_modulate(Tensor x, Tensor? scale, Tensor? shift, Tensor? weight, Tensor? bias, Tensor? scale_table, "
     "Tensor? shift_table, float eps, ScalarType out_dtype) -> (Tensor y, Tensor stats)",
     _layer_norm_modulate,
     _fake_layer_norm_modulate,
 )
-_define_backward(
+define_backward(
     "layer_norm_modulate_backward(Tensor grad, Tensor x, Tensor stats, Tensor? scale, Tensor? weight, Tensor? bias, "
     "Tensor? scale_table, int rows, ScalarType shift_dtype, int needs) -> Tensor[]",
     gradients.layer_norm_modulate,
     _fake_layer_norm_modulate_backward,
 )
-_differentiable("layer_norm_modulate", _save_layer_norm_modulate, _differentiate_layer_norm_modulate)
-_define(
+define_autograd("layer_norm_modulate", _save_layer_norm_modulate, _differentiate_layer_norm_modulate)
+define(
     "rms_norm_modulate(Tensor x, Tensor? scale, Tensor? shift, Tensor? weight, float eps, float scale_offset, "
     "float weight_offset, ScalarType out_dtype) -> (Tensor y, Tensor rstd)",
     _rms_norm_modulate,
     _fake_rms_norm_modulate,
 )
-_define_backward(
+define_backward(
     "rms_norm_modulate_backward(Tensor grad, Tensor x, Tensor rstd, Tensor? scale, Tensor? weight, "
     "float scale_offset, float weight_offset, int rows, ScalarType shift_dtype, int needs) -> Tensor[]",
     gradients.rms_norm_modulate,
     _fake_rms_norm_modulate_backward,
 )
-_differentiable("rms_norm_modulate", _save_rms_norm_modulate, _differentiate_rms_norm_modulate)
-_define(
+define_autograd("rms_norm_modulate", _save_rms_norm_modulate, _differentiate_rms_norm_modulate)
+define(
     "gate_residual(Tensor x, Tensor y, Tensor? gate, Tensor? gate_table, ScalarType out_dtype) -> Tensor",
     _gate_residual,
     _fake_gate_residual,
 )
-_define_backward(
+define_backward(
     "gate_residual_backward(Tensor grad, Tensor? y, Tensor? gate, Tensor? gate_table, ScalarType y_dtype, int needs)"
     " -> Tensor[]",
     gradients.gate_residual,
     _fake_gate_residual_backward,
 )
-_differentiable("gate_residual", _save_gate_residual, _differentiate_gate_residual)
-_define(
+define_autograd("gate_residual", _save_gate_residual, _differentiate_gate_residual)
+define(
     "gate_residual_layer_norm_modulate(Tensor x, Tensor y, Tensor? gate, Tensor? gate_table, Tensor? scale, "
     "Tensor? shift, Tensor? weight, Tensor? bias, Tensor? scale_table, Tensor? shift_table, float eps, "
     "ScalarType residual_dtype, ScalarType out_dtype) -> (Tensor residual, Tensor y, Tensor stats)",
     _gate_residual_layer_norm_modulate,
     _fake_gate_residual_layer_norm_modulate,
 )
-_define_backward(
+define_backward(
     "gate_residual_layer_norm_modulate_backward(Tensor? grad_residual, Tensor grad, Tensor residual, Tensor stats, "
     "Tensor? y, Tensor? gate, Tensor? gate_table, Tensor? scale, Tensor? weight, Tensor? bias, Tensor? scale_table, "
     "ScalarType x_dtype, ScalarType y_dtype, int rows, ScalarType shift_dtype, int needs) -> Tensor[]",
     gradients.gate_residual_layer_norm_modulate,
     _fake_gate_residual_layer_norm_modulate_backward,
 )
-_differentiable(
+define_autograd(
     "gate_residual_layer_norm_modulate",
     _save_gate_residual_layer_norm_modulate,
     _differentiate_gate_residual_layer_norm_modulate,
 )
-_define(
+define(
     "rms_norm_rope(Tensor x, Tensor weight, Tensor cos, Tensor sin, int heads, float eps) -> (Tensor y, Tensor rstd)",
     _rms_norm_rope,
     _fake_rms_norm_rope,
 )
-_define_backward(
+define_backward(
     "rms_norm_rope_backward(Tensor grad, Tensor x, Tensor rstd, Tensor weight, Tensor cos, Tensor sin, int needs)"
     " -> Tensor[]",
     gradients.rms_norm_rope,
     _fake_rms_norm_rope_backward,
 )
-_differentiable("rms_norm_rope", _save_rms_norm_rope, _differentiate_rms_norm_rope)
+define_autograd("rms_norm_rope", _save_rms_norm_rope, _differentiate_rms_norm_rope)
