@@ -1,0 +1,54 @@
+"""Small prepared datasets, as recipes/prepare_dataset.py writes them, from random latents."""
+
+from pathlib import Path
+
+import datasets
+import torch
+
+
+def save_prepared(
+    folder, counts: dict[str, int], *, channels=16, text_shape=(8, 32), seed=0, normalized=True, nan_in=None
+) -> Path:
+    """Saves `counts` samples a shape (`{"5x8x12": 7}`); sample number `nan_in` holds a NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for shape, count in counts.items():
+        size = [channels, *map(int, shape.split("x"))]
+        for _ in range(count):
+            latent = torch.randn(size, generator=generator).bfloat16()
+            if len(rows) == nan_in:
+                latent[0, 0, 0, 0] = float("nan")
+            text = torch.randn(text_shape, generator=generator).bfloat16()
+            rows.append(
+                {
+                    "latent": raw_bytes(latent),
+                    "latent_shape": size,
+                    "latent_dtype": "bfloat16",
+                    "latent_normalized": normalized,
+                    "prompt_embeds": raw_bytes(text),
+                    "prompt_embeds_shape": list(text_shape),
+                    "prompt_embeds_dtype": "bfloat16",
+                    "caption": f"sample {len(rows)}",
+                    "file": f"{len(rows)}.mp4",
+                }
+            )
+    text, sizes = datasets.Value("string"), datasets.List(datasets.Value("int32"))
+    features = datasets.Features(
+        {
+            "latent": datasets.Value("large_binary"),
+            "latent_shape": sizes,
+            "latent_dtype": text,
+            "latent_normalized": datasets.Value("bool"),
+            "prompt_embeds": datasets.Value("large_binary"),
+            "prompt_embeds_shape": sizes,
+            "prompt_embeds_dtype": text,
+            "caption": text,
+            "file": text,
+        }
+    )
+    datasets.Dataset.from_list(rows, features=features).save_to_disk(str(Path(folder) / "dataset"))
+    return Path(folder)
+
+
+def raw_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,156 @@
+"""Are the right points timed, is the number the slowest rank's micro-step, and is nothing lost on the way?"""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.launch import ROOT, launch
+
+from adaptiveload_hf import LatentShape, Measurement, TokenGeometry, UserError, fit_cost_model, make_accelerator
+from adaptiveload_hf.benchmark import Point, append_line, choose_points, measure_steps
+from adaptiveload_hf.buckets.cost import Roofline, read_measurements
+
+WORKER = ROOT / "tests" / "support" / "benchmark_worker.py"
+SHAPES = [LatentShape(1, 60, 104), LatentShape(5, 60, 104), LatentShape(13, 60, 104), LatentShape(21, 60, 104)]
+sides = st.integers(1, 12).map(lambda n: 2 * n)
+
+
+@pytest.fixture
+def accelerator():
+    yield make_accelerator(gradient_accumulation_steps=2)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def point(tokens: int, batch_size: int) -> Point:
+    return Point(LatentShape(tokens, 2, 2), tokens, batch_size)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.sets(st.builds(LatentShape, st.integers(1, 21), sides, sides), min_size=1), st.integers(3, 20))
+def test_points_span_the_data_and_climb_in_size(shapes, max_points):
+    geometry = TokenGeometry()
+    points = choose_points(shapes, geometry, max_points=max_points)
+    lengths = {geometry.tokens(shape) for shape in shapes}
+    assert len(points) == len(set(points)) <= max_points
+    assert all(point.tokens == geometry.tokens(point.shape) for point in points)
+    assert [point.all_tokens for point in points] == sorted(point.all_tokens for point in points)
+    assert points[0].batch_size == 1
+    assert points[0].tokens <= min(lengths)
+    assert max(point.all_tokens for point in points) <= 2 * max(lengths)
+    assert max(point.tokens for point in points) == max(lengths)
+
+
+@pytest.mark.parametrize("shapes", [SHAPES, SHAPES[-1:]], ids=["stills and clips", "one shape only"])
+def test_the_chosen_points_tell_floor_linear_and_quadratic_part_apart(shapes):
+    law = Roofline(floor=0.5, c0=1e-3, c1=6e-5, c2=2e-9)
+    measured = [
+        Measurement(str(p.shape), p.tokens, p.batch_size, float(law.seconds(p.batch_size, p.tokens)), 0.0)
+        for p in choose_points(shapes, TokenGeometry())
+    ]
+    fitted = fit_cost_model(measured).model
+    for tokens in (1560, 7800, 20280, 32760):
+        for batch in (1, 2, 65520 // tokens):
+            assert fitted.seconds(batch, tokens) == pytest.approx(law.seconds(batch, tokens), rel=0.01)
+
+
+def test_too_few_points_and_no_shapes_are_named():
+    with pytest.raises(UserError, match=r"max_points must be at least 3 .* but it is 2"):
+        choose_points(SHAPES, TokenGeometry(), max_points=2)
+    with pytest.raises(UserError, match="at least one shape is needed"):
+        choose_points([], TokenGeometry())
+
+
+def test_seconds_are_those_of_a_warm_micro_step(accelerator):
+    calls = []
+
+    def run_step(shape, batch_size):
+        calls.append((str(shape), batch_size))
+        time.sleep(0.3 if len(calls) == 1 else 0.02)
+
+    (measurement,) = measure_steps(accelerator, run_step, [point(4, 3)])
+    assert measurement.seconds == pytest.approx(0.01, rel=0.2), "K = 2 micro-steps share 0.02 s"
+    assert measurement.rank_seconds == (measurement.seconds,)
+    assert measurement.peak_gib == 0.0, "not measured on CPU"
+    assert (measurement.shape, measurement.tokens, measurement.batch_size) == ("4x2x2", 4, 3)
+    assert set(calls) == {("4x2x2", 3)}
+
+
+def test_an_interrupted_benchmark_goes_on_where_it_stopped(accelerator, tmp_path):
+    path = tmp_path / "config" / "measurements.jsonl"
+    seen = []
+
+    def run_step(shape, batch_size):
+        seen.append(batch_size)
+        if batch_size == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure_steps(accelerator, run_step, [point(4, 1), point(4, 2)], output_path=path)
+    with open(path, "a") as file:
+        file.write('{"shape": "4x2x2", "tok')  # a line that was cut short
+    seen.clear()
+    measurements = measure_steps(accelerator, lambda *_: seen.append(_), [point(4, 1), point(4, 3)], output_path=path)
+    assert {batch for _, batch in seen} == {3}
+    assert [m.batch_size for m in measurements] == [1, 3]
+    kept, problems = read_measurements(path)
+    assert [m.batch_size for m in kept] == [1, 3]
+    assert len(problems) == 1
+    assert "line 2" in problems[0]
+
+
+def test_out_of_memory_is_a_bound_and_larger_points_are_left_out(accelerator, tmp_path):
+    phases = []
+
+    def run_step(shape, batch_size):
+        phases.append(accelerator.step)
+        accelerator.step += 1  # as accumulate does
+        if batch_size * shape.frames > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        accelerator.step += 1
+
+    points = [point(4, 1), point(4, 3), point(16, 1), point(2, 4)]
+    measurements = measure_steps(accelerator, run_step, points, output_path=tmp_path / "measurements.jsonl")
+    assert [(m.tokens, m.batch_size, m.oom) for m in measurements] == [(4, 1, False), (4, 3, True), (2, 4, False)]
+    assert all(phase % 2 == 0 for phase in phases), "an optimizer step begins in the middle of accumulation"
+    again = measure_steps(accelerator, run_step, points, output_path=tmp_path / "measurements.jsonl")
+    assert again == measurements
+
+
+def test_a_model_of_which_no_step_fits_is_an_error(accelerator):
+    def run_step(shape, batch_size):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(UserError, match="at least one step must fit into memory"):
+        measure_steps(accelerator, run_step, [point(4, 1)])
+
+
+@pytest.mark.distributed
+def test_out_of_memory_on_one_rank_ends_both_and_a_restart_goes_on(tmp_path):
+    path = tmp_path / "measurements.jsonl"
+    begin = time.monotonic()
+    done = launch("--max_restarts", 1, WORKER, path, 4)
+    assert time.monotonic() - begin < 60
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 of 2: error: 4x2x2 with batch size 2 needs more memory" in done.stderr
+    assert sorted(done.stdout.split("\n")) == ["", "0 has 3", "1 has 3"]
+    measurements, problems = read_measurements(path)
+    assert not problems
+    assert [(m.tokens, m.batch_size, m.oom) for m in measurements] == [(1, 1, False), (4, 1, False), (4, 2, True)]
+    for measured in measurements[:2]:
+        first, second = measured.rank_seconds
+        assert measured.seconds == max(first, second) >= 0.02
+        assert second == pytest.approx(0.02, rel=0.3)
+
+
+def test_a_line_is_appended_on_a_line_of_its_own(tmp_path: Path):
+    path = tmp_path / "new" / "file.jsonl"
+    append_line(path, "one")
+    append_line(path, "two")
+    path.write_text(path.read_text() + "cut sh")
+    append_line(path, "three")
+    assert path.read_text() == "one\ntwo\ncut sh\nthree\n"

@@ -1,0 +1,163 @@
+"""Does every launch either train one model over all its ranks or end at once with the reason?"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import yaml
+from accelerate import Accelerator
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin
+from accelerate.utils.launch import prepare_multi_gpu_env
+from support.launch import ROOT, launch, run
+
+from adaptiveload_hf import UserError, make_accelerator
+from adaptiveload_hf.distributed import all_ranks_fail_together, model_input_dtype, strategy_of
+
+WORKER = ROOT / "tests" / "support" / "fsdp_worker.py"
+CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def fresh_state(monkeypatch):
+    """accelerate keeps its state in class attributes and the environment."""
+    for name in list(os.environ):
+        if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_")) or name in ("WORLD_SIZE", "LOCAL_RANK", "RANK"):
+            monkeypatch.delenv(name)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    os.environ.pop("ACCELERATE_USE_FSDP", None)  # accelerate sets it when it is given a plugin
+
+
+def test_one_process_gets_a_plain_accelerator_whose_scheduler_the_loop_steps():
+    accelerator = make_accelerator(gradient_accumulation_steps=3)
+    assert strategy_of(accelerator) == "single"
+    assert accelerator.gradient_accumulation_steps == 3
+    assert not accelerator.step_scheduler_with_optimizer
+    assert model_input_dtype(accelerator) == torch.float32
+
+
+def test_fsdp_asked_for_in_a_process_without_launcher_is_refused(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    with pytest.raises(UserError, match=r"asks for FSDP, but accelerate found NO.*fsdp2\.yaml"):
+        make_accelerator()
+
+
+def test_fsdp1_is_refused_by_name(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    with pytest.raises(UserError, match=r"needs fsdp_version 2, but the launch configuration says 1"):
+        make_accelerator()
+
+
+@pytest.mark.parametrize("name", ["split_batches", "dispatch_batches"])
+def test_options_that_would_cut_or_send_micro_batches_are_refused(name):
+    with pytest.raises(UserError, match=f"need {name}=False, but it is True"):
+        make_accelerator(dataloader_config=DataLoaderConfiguration(**{name: True}))
+
+
+def test_fsdp_asked_for_by_a_plugin_is_checked_alike():
+    with pytest.raises(UserError, match="asks for FSDP, but accelerate found NO"):
+        make_accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+
+
+def test_with_one_process_an_exception_passes_through():
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ZeroDivisionError), all_ranks_fail_together(accelerator):
+        raise ZeroDivisionError
+
+
+@pytest.mark.distributed
+def test_multi_cpu_which_starts_one_process_only_is_refused(tmp_path):
+    config = tmp_path / "multi_cpu.yaml"
+    config.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nmixed_precision: 'no'\n"
+        "num_machines: 1\nnum_processes: 2\nuse_cpu: true\n"
+    )
+    done = launch(WORKER, "user", config=config)
+    assert done.returncode != 0
+    assert "asks for several processes, but 1 was started" in done.stderr
+
+
+@pytest.mark.distributed
+def test_processes_that_accelerate_would_not_join_are_refused():
+    done = run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", WORKER, "user"])
+    assert done.returncode != 0
+    assert "started 2 processes (WORLD_SIZE), but accelerate joins 1" in done.stderr
+    assert "ACCELERATE_USE_CPU=true" in done.stderr
+
+
+@pytest.mark.distributed
+def test_two_cpu_ranks_train_one_fsdp2_model_and_a_failing_rank_ends_both(tmp_path):
+    config = tmp_path / "bf16.yaml"
+    settings = yaml.safe_load((ROOT / "accelerate_configs" / "cpu.yaml").read_text())
+    config.write_text(yaml.safe_dump({**settings, "mixed_precision": "bf16"}))
+    begin = time.monotonic()
+    done = launch(WORKER, "user", config=config)
+    assert time.monotonic() - begin < 60
+    first, second = sorted(map(json.loads, done.stdout.splitlines()), key=lambda found: found["rank"])
+
+    for found in (first, second):
+        assert (found["ranks"], found["is_fsdp2"], found["device"], found["strategy"]) == (2, True, "cpu", "fsdp2")
+        assert found["timestep"][0] == pytest.approx(997.3, abs=1e-3), "bf16 would make it 996"
+        assert found["hidden"] == "torch.bfloat16"
+        assert "torch.bfloat16" not in found["rotary"]
+        assert found["gradient_dtype"] == ["torch.float32"]
+    assert first["grad_norm"] == second["grad_norm"]
+    assert first["held_gradient"] + second["held_gradient"] == first["whole_gradient"], "gradient held unsharded"
+
+    assert done.returncode != 0
+    assert "rank 1 of 2: error: sample 7 (a.mp4) holds a NaN" in done.stderr
+    assert "sample 7 (a.mp4) holds a NaN" in done.stderr[done.stderr.index("Root Cause") :], "not the last words"
+
+
+@pytest.mark.distributed
+def test_a_bug_on_one_rank_shows_its_traceback_and_not_its_echo_on_the_others():
+    done = launch(WORKER, "bug")
+    assert done.returncode != 0
+    assert "rank 1 of 2: Traceback" in done.stderr
+    assert "ZeroDivisionError: a bug on rank 1" in done.stderr[done.stderr.index("Root Cause") :]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_accelerates_own_parser_takes_every_key_of_the_launch_configurations(path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    settings = yaml.safe_load(path.read_text())
+    parser = launch_command_parser()
+    arguments = parser.parse_args(["--config_file", str(path), "--main_process_port", "0", "train.py"])
+    # accelerate ignores a misspelt key without a word.
+    for section in ("fsdp_config", "parallelism_config"):
+        assert set(settings.get(section, {})) <= set(vars(arguments))
+    arguments, defaults, _ = _validate_launch_command(arguments)
+    assert arguments.num_processes == settings["num_processes"]
+    assert defaults.distributed_type.value == settings["distributed_type"]
+    if settings["distributed_type"] == "FSDP":
+        environment = prepare_multi_gpu_env(arguments)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        plugin = FullyShardedDataParallelPlugin()
+        assert plugin.fsdp_version == 2
+        assert not plugin.cpu_ram_efficient_loading
+        assert plugin.reshard_after_forward is True
+
+
+def test_every_key_of_the_launch_configurations_that_is_a_choice_has_its_reason():
+    plain = {"compute_environment", "distributed_type", "fsdp_config", "parallelism_config", "num_machines"}
+    for path in CONFIGS:
+        for line in path.read_text().splitlines():
+            key = line.strip().split(":")[0]
+            if not line.startswith("#") and key not in plain | {"num_processes", "use_cpu"}:
+                assert " # " in line, f"{path.name}: {line}"
+
+
+def test_importing_the_package_starts_no_accelerator():
+    code = "import adaptiveload_hf, sys; sys.exit('accelerate' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
