@@ -1,0 +1,128 @@
+"""How do rows of a dataset become a batch, and what if one of them is bad?"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import UserError
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def collate_prepared(rows: list[dict]) -> dict:
+    """Stacks rows of the prepared dataset (recipes/prepare_dataset.py), all of one bucket.
+
+    Args:
+        rows: with `latent`, `latent_shape`, `latent_dtype`, the same three for `prompt_embeds`, `caption`,
+            `latent_normalized`; `file` and `sample_index` name the row if it is bad.
+
+    Returns:
+        latent [B, C, F, H, W] and prompt_embeds [B, L, E] in their stored dtype, caption (list of str),
+        latent_normalized (bool).
+
+    Raises:
+        UserError: bytes that do not match the shape, NaN or infinite values, or rows that do not belong together.
+    """
+    normalized = {bool(row["latent_normalized"]) for row in rows}
+    if len(normalized) > 1:
+        raise UserError(
+            "One micro-batch holds normalised and raw latents: " + ", ".join(_name(row) for row in rows) + ". "
+            "Prepare all of them the same way."
+        )
+    return {
+        "latent": _stack(rows, "latent"),
+        "prompt_embeds": _stack(rows, "prompt_embeds"),
+        "caption": [row["caption"] for row in rows],
+        "latent_normalized": normalized.pop(),
+    }
+
+
+def _name(row: dict) -> str:
+    return f"sample {row.get('sample_index', '?')} ({row.get('file', 'no file name')})"
+
+
+def _stack(rows: list[dict], column: str) -> torch.Tensor:
+    """The raw bytes of a column as one tensor [B, *shape]."""
+    kind = (tuple(rows[0][f"{column}_shape"]), rows[0][f"{column}_dtype"])
+    shape, dtype = kind[0], _DTYPES.get(kind[1])
+    if dtype is None:
+        raise UserError(f"{column}_dtype is one of {sorted(_DTYPES)}, but {_name(rows[0])} has {kind[1]!r}.")
+    expected = math.prod(shape) * dtype.itemsize
+    for row in rows:
+        found = (tuple(row[f"{column}_shape"]), row[f"{column}_dtype"])
+        if found != kind:
+            raise UserError(
+                f"One micro-batch needs one {column} shape and dtype, but {_name(rows[0])} has {kind} and "
+                f"{_name(row)} has {found}. Prepare the dataset with one setting."
+            )
+        if len(row[column]) != expected:
+            raise UserError(
+                f"The {column} of {_name(row)} should have {expected} bytes for {kind[1]} {shape}, but has "
+                f"{len(row[column])}. Prepare that file again."
+            )
+    # One bytearray: frombuffer wants memory that it may write to, and this is the batch's only copy.
+    stacked = torch.frombuffer(bytearray(b"".join(row[column] for row in rows)), dtype=dtype)
+    stacked = stacked.view(len(rows), *shape)
+    bad = (~torch.isfinite(stacked.flatten(1)).all(dim=1)).nonzero().flatten().tolist()
+    if bad:
+        names = ", ".join(_name(rows[position]) for position in bad)
+        raise UserError(f"The {column} of {names} has NaN or infinite values. Prepare it again, or drop that row.")
+    return stacked
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A UserError on its way from a worker to the training loop."""
+
+    message: str
+
+
+class BatchReader:
+    """A dataset whose item, for a list of indices, is the collated batch or a `Failure`.
+
+    It is all that a worker gets: the schedule stays in the main process, which hands over indices batch by batch.
+    """
+
+    def __init__(self, dataset, collate_fn: Callable[[list], dict]):
+        self.dataset = dataset
+        self.collate_fn = collate_fn
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, indices: list[int]) -> dict | Failure:
+        # torch would put the worker's traceback into a UserError's message; the message alone is for the user.
+        try:
+            many = getattr(self.dataset, "__getitems__", None)
+            rows = many(indices) if many else [self.dataset[index] for index in indices]
+            named = [
+                {**row, "sample_index": index} if isinstance(row, dict) else row for index, row in zip(indices, rows)
+            ]
+            return self.collate_fn(named)
+        except UserError as error:
+            return Failure(str(error))
+
+
+def keep(batch):
+    """The DataLoader's own collate step: nothing is left to do."""
+    return batch
+
+
+def check_picklable(collate_fn: Callable) -> None:
+    """Raises a UserError if workers of this platform's start method could not receive collate_fn."""
+    method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    if method == "fork":
+        return
+    try:
+        pickle.dumps(collate_fn)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"collate_fn cannot be sent to workers started with {method!r}: {error}. Define it at the top level of a "
+            "module (no lambda, no local function), or use num_workers=0."
+        ) from None

@@ -1,0 +1,114 @@
+"""Into which micro-batches is a bucket cut, and which of them run side by side?"""
+
+from __future__ import annotations
+
+import heapq
+import re
+
+import numpy as np
+
+from ..errors import UserError
+from .cost import CostModel
+
+_AUTO_WINDOWS = (1, 2, 4, 8, 16)
+_AUTO_EFFICIENCY = 0.95
+# Enough micro-batches to tell the windows apart: sorting all of a large epoch five times would cost seconds.
+_EXCERPT = 1 << 15
+
+
+def window_of(balance: str) -> int:
+    """Optimizer steps whose micro-batches are matched together; 0 for none.
+
+    Raises:
+        UserError: no such balance mode.
+    """
+    if balance in ("none", "step"):
+        return int(balance == "step")
+    if not re.fullmatch(r"window:[1-9]\d*", balance):
+        raise UserError(f"balance is none, step, window:n (such as window:8) or auto, but found {balance!r}.")
+    return int(balance.removeprefix("window:"))
+
+
+def cut_evenly(
+    counts: np.ndarray, batch_sizes: np.ndarray, tokens: np.ndarray, cost: CostModel, group: int
+) -> tuple[np.ndarray, int]:
+    """Into how many micro-batches, whose sizes differ by at most 1, each bucket is cut.
+
+    At least ceil(count / B); more where a micro-batch costs most and holds several samples, until the total is a
+    multiple of `group`.
+
+    Args:
+        counts, batch_sizes, tokens: int [buckets].
+        group: W*K.
+
+    Returns:
+        The numbers, int64 [buckets], and how many micro-batches are still missing when every one holds one sample.
+    """
+    numbers = -(-counts // batch_sizes)
+    missing = int(-numbers.sum() % group)
+    sizes = -(-counts // np.maximum(numbers, 1))
+    heap = [(-float(cost.seconds(sizes[i], tokens[i])), -int(tokens[i]), int(i)) for i in np.flatnonzero(sizes > 1)]
+    heapq.heapify(heap)
+    while missing and heap:
+        i = heapq.heappop(heap)[-1]
+        numbers[i] += 1
+        missing -= 1
+        size = -(-counts[i] // numbers[i])
+        if size > 1:
+            heapq.heappush(heap, (-float(cost.seconds(size, tokens[i])), -int(tokens[i]), i))
+    return numbers, missing
+
+
+def _blocks(cost: np.ndarray, length: int) -> list[tuple[int, np.ndarray]]:
+    """The whole windows, [windows, length], and the shorter one that is left, each with where it begins."""
+    whole = len(cost) // length * length
+    blocks = [(0, cost[:whole].reshape(-1, length)), (whole, cost[whole:].reshape(1, -1))]
+    return [(first, block) for first, block in blocks if block.size]
+
+
+def deal(
+    cost: np.ndarray, world_size: int, gradient_accumulation_steps: int, balance: str, random: np.random.Generator
+) -> np.ndarray:
+    """The order that puts W neighbours in cost on the W ranks of a micro-step.
+
+    Args:
+        cost: float64 [micro-batches], shuffled; a multiple of W*K.
+        balance: none | step | window:n.
+
+    Returns:
+        int64 [micro-batches], positions in cost.
+    """
+    window = window_of(balance)
+    if window == 0:
+        return np.arange(len(cost))
+    parts = []
+    for first, block in _blocks(cost, window * world_size * gradient_accumulation_steps):
+        # Stable: what an unstable sort does with equal costs differs from CPU to CPU, and ranks must agree.
+        order = np.argsort(block, axis=1, kind="stable").reshape(len(block), -1, world_size)
+        random.permuted(order, axis=2, out=order)
+        shuffle = np.argsort(random.random(order.shape[:2]), axis=1, kind="stable")
+        order = np.take_along_axis(order, shuffle[:, :, None], axis=1).reshape(block.shape)
+        parts.append((order + first + block.shape[1] * np.arange(len(block))[:, None]).reshape(-1))
+    return np.concatenate(parts)
+
+
+def best_balance(cost: np.ndarray, world_size: int, gradient_accumulation_steps: int) -> tuple[str, float]:
+    """The smallest of step, window:2, 4, 8, 16 whose balance efficiency reaches 0.95, else the best of them.
+
+    Args:
+        cost: float64 [micro-batches], shuffled; a multiple of W*K. Judged by an excerpt from its beginning.
+
+    Returns:
+        The mode and its efficiency.
+    """
+    group = world_size * gradient_accumulation_steps
+    largest = _AUTO_WINDOWS[-1] * group
+    cost = cost[: largest * -(-_EXCERPT // largest)]
+    found = []
+    for window in _AUTO_WINDOWS:
+        blocks = [block for _, block in _blocks(cost, window * group)]
+        slowest = sum(np.sort(block, axis=1)[:, world_size - 1 :: world_size].sum() for block in blocks)
+        found.append(("step" if window == 1 else f"window:{window}", float(cost.sum() / world_size / slowest)))
+        if found[-1][1] >= _AUTO_EFFICIENCY:
+            return found[-1]
+    return max(found, key=lambda mode: mode[1])

@@ -1,0 +1,399 @@
+"""How does a schedule reach a training loop: every rank its batches, with exact resume?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from accelerate.data_loader import DataLoaderStateMixin
+from accelerate.utils import gather_object, send_to_device
+from torch.utils.data import DataLoader
+
+from ..errors import UserError
+from .collate import BatchReader, Failure, check_picklable, collate_prepared, keep
+from .cost import CostModel
+from .plan import BucketPlan
+from .schedule import EpochSchedule, count_update_steps, schedule_epoch
+from .shapes import BucketIndex, dataset_fingerprint, read_shapes, shape_counts
+
+_FORMAT_VERSION = 1
+
+
+def data_rank_and_size(accelerator) -> tuple[int, int]:
+    """This process's data rank and the number of data ranks, dp_replicate * dp_shard.
+
+    Tensor, context and sequence parallel peers share a data rank: they work on the same batch.
+    """
+    parallelism = accelerator.parallelism_config
+    peers = 1 if parallelism is None else parallelism.non_data_parallel_size
+    # accelerate orders its mesh dp_replicate, dp_shard, cp, sp, tp: peers are neighbours.
+    return accelerator.process_index // peers, accelerator.num_processes // peers
+
+
+class BucketBatchSampler:
+    """The micro-batches of an epoch for all ranks: micro-step 0 rank 0, micro-step 0 rank 1, ...
+
+    Knows no rank. It has no `batch_size`, because accelerate would drop every batch of another size; its length is a
+    multiple of W*K. `accelerator.prepare(DataLoader(dataset, batch_sampler=sampler))` shards it right, but such
+    batches carry no loss weight, so there only loss_normalization="none" works, or loss_weights="caller", which says
+    that the loop multiplies each loss with `loss_weight(micro_step, rank)` itself.
+
+    Args: those of `schedule_epoch`.
+    """
+
+    def __init__(
+        self,
+        bucket_of_sample: np.ndarray,
+        plan: BucketPlan,
+        cost: CostModel,
+        *,
+        world_size: int,
+        gradient_accumulation_steps: int = 1,
+        seed: int = 0,
+        balance: str = "auto",
+        loss_normalization: str = "token",
+        repeats: np.ndarray | None = None,
+        loss_weights: str | None = None,
+    ):
+        if loss_weights not in (None, "caller"):
+            raise UserError(f"loss_weights is None or 'caller', but found {loss_weights!r}.")
+        self._data = (bucket_of_sample, plan, cost)
+        self._run = {
+            "world_size": world_size,
+            "gradient_accumulation_steps": gradient_accumulation_steps,
+            "seed": seed,
+            "repeats": repeats,
+        }
+        self._order = {"balance": balance, "loss_normalization": loss_normalization}
+        self._loss_weights = loss_weights
+        self.set_epoch(0)
+
+    @property
+    def sampler(self) -> BucketBatchSampler:
+        """Itself: accelerate passes set_epoch on to `batch_sampler.sampler` only."""
+        return self
+
+    @property
+    def schedule(self) -> EpochSchedule:
+        """The current epoch's schedule, made when first asked for."""
+        if self._schedule is None:
+            self._schedule = schedule_epoch(
+                *self._data, **self._run, **self._order, epoch=self.epoch, segments=self._segments
+            )
+        return self._schedule
+
+    def set_epoch(self, epoch: int, segments: Sequence[dict] = ()) -> None:
+        """Goes to an epoch, of which `segments` have been trained on already."""
+        self.epoch, self._segments, self._schedule = int(epoch), tuple(segments), None
+
+    @property
+    def loss_normalization(self) -> str:
+        return self._order["loss_normalization"]
+
+    @property
+    def same_every_epoch(self) -> bool:
+        """Whether every epoch has equally many optimizer steps; not so with repeats, which are rounded anew."""
+        return self._run["repeats"] is None
+
+    def num_update_steps(self, epoch: int) -> int:
+        """Optimizer steps of one whole epoch."""
+        return count_update_steps(*self._data, **self._run, epoch=epoch)
+
+    def loss_weight(self, micro_step: int, rank: int) -> float:
+        """What to multiply the mean loss of a rank's micro-batch with, before `accelerator.backward`."""
+        return float(self.schedule.loss_weight[micro_step * self.schedule.world_size + rank])
+
+    def for_rank(self, rank: int) -> RankBatches:
+        """One data rank's micro-batches, to give to a torch DataLoader that is not prepared."""
+        return RankBatches(self, rank)
+
+    def __len__(self) -> int:
+        return len(self.schedule.bucket)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self.loss_normalization != "none" and self._loss_weights is None:
+            raise UserError(
+                "Batches of a plain DataLoader carry no loss weight, which loss_normalization="
+                f"{self.loss_normalization!r} needs. Use BucketDataLoader; or loss_normalization='none'; or "
+                "loss_weights='caller', and multiply each loss with sampler.loss_weight(micro_step, rank) yourself."
+            )
+        schedule = self.schedule
+        for j in range(len(schedule.bucket)):
+            yield schedule.sample_order[schedule.offsets[j] : schedule.offsets[j + 1]].tolist()
+
+
+class RankBatches:
+    """One rank's micro-batches of a sampler's current epoch, from first_micro_step on."""
+
+    def __init__(self, sampler: BucketBatchSampler, rank: int):
+        self._sampler, self._rank, self.first_micro_step = sampler, rank, 0
+
+    def __len__(self) -> int:
+        return self._sampler.schedule.num_micro_steps - self.first_micro_step
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._sampler.schedule.rank_batches(self._rank, self.first_micro_step)
+
+
+class BucketDataLoader(DataLoaderStateMixin):
+    """Loads one rank's micro-batches: plans, schedules, reads, and resumes exactly.
+
+    Not a torch DataLoader, so `accelerator.prepare` returns it as it is. Construct it on all ranks after the
+    Accelerator: it takes W, rank and K from there, and registers itself for save_state and load_state. Its batches are
+    what collate_fn returns plus loss_weight (float: multiply the micro-batch's mean loss with it before
+    `accelerator.backward`), bucket (the shape, str), micro_step (position in `schedule`) and sample_index (int64 [B],
+    on the CPU). It advances its own epoch.
+
+    Args:
+        dataset: rows by index; dict rows get `sample_index` added before collate_fn sees them.
+        config: has `cost_model` and `plan(shape_counts, ...)`: a BucketConfig.
+        accelerator: of the run.
+        shapes: bucket of every sample; read from the column latent_shape if not given.
+        collate_fn: list of rows -> dict; without it, rows of the prepared dataset.
+        batch_sizes: {shape: B} instead of the plan's, such as a smaller one after running out of memory.
+        repeats: float [samples], occurrences of each sample in an epoch.
+        on_dataset_change: "error", or "new_epoch": a checkpoint of another dataset goes on with a new epoch of this.
+        balance, loss_normalization: see `schedule_epoch`. memory_limit_gib, target_seconds, policy,
+            allow_extrapolation: see `make_plan`. num_workers, persistent_workers, prefetch_factor: torch's.
+
+    Raises:
+        UserError: what the plan and the schedule refuse, ranks that disagree, or a wrong option.
+    """
+
+    # accelerate reads it: there is no padding at the end of an epoch for gather_for_metrics to cut off.
+    _drop_last = True
+
+    def __init__(
+        self,
+        dataset,
+        config,
+        *,
+        accelerator,
+        shapes: BucketIndex | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list], dict] | None = None,
+        seed: int = 0,
+        balance: str = "auto",
+        loss_normalization: str = "token",
+        memory_limit_gib: float | None = None,
+        target_seconds: float | str = "auto",
+        policy: str = "dual",
+        allow_extrapolation: bool = False,
+        batch_sizes: dict | None = None,
+        on_dataset_change: str = "error",
+        repeats: np.ndarray | None = None,
+        persistent_workers: bool = False,
+        prefetch_factor: int | None = None,
+    ):
+        if on_dataset_change not in ("error", "new_epoch"):
+            raise UserError(f"on_dataset_change is 'error' or 'new_epoch', but found {on_dataset_change!r}.")
+        index = read_shapes(dataset) if shapes is None else shapes
+        if len(index.bucket_of_sample) != len(dataset):
+            raise UserError(
+                f"shapes must have one entry per sample: the dataset has {len(dataset)} samples, shapes "
+                f"{len(index.bucket_of_sample)}."
+            )
+        collate_fn = collate_fn or collate_prepared
+        if num_workers:
+            check_picklable(collate_fn)
+        self.dataset, self.accelerator, self.gradient_state = dataset, accelerator, accelerator.gradient_state
+        self.seed, self._on_dataset_change = seed, on_dataset_change
+        self.fingerprint = dataset_fingerprint(dataset, index, repeats)
+        self._rank, world_size = data_rank_and_size(accelerator)
+        accumulation = accelerator.gradient_accumulation_steps
+        run = {"world_size": world_size, "gradient_accumulation_steps": accumulation}
+        self.plan = config.plan(
+            shape_counts(index, repeats),
+            **run,
+            memory_limit_gib=memory_limit_gib,
+            target_seconds=target_seconds,
+            policy=policy,
+            allow_extrapolation=allow_extrapolation,
+            batch_sizes=batch_sizes,
+        )
+        self._cost = config.cost_model
+        order = {"balance": balance, "loss_normalization": loss_normalization, "repeats": repeats}
+        self._sampler = BucketBatchSampler(index.bucket_of_sample, self.plan, self._cost, **run, seed=seed, **order)
+        self._batches = self._sampler.for_rank(self._rank)
+        # Its own generator: a DataLoader without one draws from the global one, and noise after a resume would differ.
+        self._generator = torch.Generator()
+        self._loader = DataLoader(
+            BatchReader(dataset, collate_fn),
+            batch_sampler=self._batches,
+            collate_fn=keep,
+            num_workers=num_workers,
+            persistent_workers=persistent_workers,
+            prefetch_factor=prefetch_factor,
+            pin_memory=accelerator.device.type == "cuda",
+            generator=self._generator,
+        )
+        self._begin_epoch(0, (), global_step=0)
+        self._compare_ranks()
+        accelerator.register_for_checkpointing(self)
+
+    @property
+    def epoch(self) -> int:
+        return self._sampler.epoch
+
+    @property
+    def schedule(self) -> EpochSchedule:
+        """Of the current epoch; after a resume with another W, K or plan, of what was left of it."""
+        return self._sampler.schedule
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps whose batches have been handed out, over all epochs and resumes."""
+        return self._steps_before + self._position // self.schedule.gradient_accumulation_steps
+
+    def num_update_steps(self, epochs: int = 1) -> int:
+        """The global step at which `epochs` epochs are complete: what a learning-rate schedule should be long."""
+        if self.epoch >= epochs:
+            return self.global_step
+        later = range(self.epoch + 1, epochs)
+        if self._sampler.same_every_epoch:
+            rest = len(later) * self._sampler.num_update_steps(self.epoch)
+        else:
+            rest = sum(self._sampler.num_update_steps(epoch) for epoch in later)
+        return self._steps_before + self.schedule.num_update_steps + rest
+
+    def __len__(self) -> int:
+        """Micro-steps in `schedule`."""
+        return self.schedule.num_micro_steps
+
+    def set_epoch(self, epoch: int) -> None:
+        """Goes to the beginning of another epoch; the current one (which may have been resumed) is left as it is."""
+        if epoch != self.epoch:
+            self._begin_epoch(epoch, (), self.global_step)
+
+    def __iter__(self) -> Iterator[dict]:
+        self._leave_finished_epoch()
+        self._compare_ranks()
+        schedule = self.schedule
+        self._batches.first_micro_step = self._position
+        self._generator.manual_seed(self.seed + self.epoch)
+        self.begin()
+        try:
+            for batch in self._loader:
+                if schedule is not self.schedule:
+                    raise UserError("The epoch or state was changed inside the loader's own loop. Do it outside.")
+                yield self._hand_out(batch)
+        finally:
+            self.end()
+        self._leave_finished_epoch()
+
+    def _hand_out(self, batch) -> dict:
+        if isinstance(batch, Failure):
+            raise UserError(batch.message)
+        if not isinstance(batch, dict):
+            raise UserError(f"collate_fn must return a dict, but returned {type(batch).__name__}.")
+        if self.accelerator.device_placement:
+            batch = send_to_device(batch, self.accelerator.device, non_blocking=self._loader.pin_memory)
+        schedule, micro_step = self.schedule, self._position
+        # Counted when the loop gets it: what workers read ahead is read again after a resume.
+        self._position += 1
+        self.end_of_dataloader = self._position == schedule.num_micro_steps
+        bucket = schedule.bucket[micro_step * schedule.world_size + self._rank]
+        batch["loss_weight"] = self._sampler.loss_weight(micro_step, self._rank)
+        batch["bucket"] = str(self.plan.buckets[bucket].shape)
+        batch["micro_step"] = micro_step
+        batch["sample_index"] = torch.tensor(schedule.micro_batch(micro_step, self._rank))
+        return batch
+
+    def _begin_epoch(self, epoch: int, segments: Sequence[dict], global_step: int) -> None:
+        self._sampler.set_epoch(epoch, segments)
+        self._position = self.schedule.first_micro_step
+        # A last segment that goes on is written anew, longer, by state_dict.
+        self._earlier_segments = tuple(segments[:-1] if self._position else segments)
+        self._steps_before = global_step - self._position // self.schedule.gradient_accumulation_steps
+
+    def _leave_finished_epoch(self) -> None:
+        if self._position == self.schedule.num_micro_steps:
+            self._begin_epoch(self.epoch + 1, (), self.global_step)
+
+    def state_dict(self) -> dict:
+        """Where training stands, the same on every rank, as plain values.
+
+        Raises:
+            UserError: between the micro-steps of one optimizer step; accumulated gradients are in no checkpoint.
+        """
+        schedule, position = self.schedule, self._position
+        within = position % schedule.gradient_accumulation_steps
+        if within:
+            raise UserError(
+                f"State can be saved after whole optimizer steps only, but {within} of "
+                f"{schedule.gradient_accumulation_steps} micro-steps are done. Save where accelerator.sync_gradients."
+            )
+        segments, epoch = list(self._earlier_segments), self.epoch
+        if position == schedule.num_micro_steps:
+            segments, epoch = [], epoch + 1
+        elif position:
+            segment = {
+                "world_size": schedule.world_size,
+                "gradient_accumulation_steps": schedule.gradient_accumulation_steps,
+                "plan": self.plan.to_dict(),
+                "cost_model": {"kind": self._cost.kind, "parameters": self._cost.parameters},
+                "balance": schedule.balance,
+                "micro_steps": position,
+                "digest": schedule.digest,
+            }
+            segments.append(segment)
+        return {
+            "format_version": _FORMAT_VERSION,
+            "epoch": epoch,
+            "global_step": self.global_step,
+            "seed": self.seed,
+            "dataset_fingerprint": self.fingerprint,
+            "segments": segments,
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Goes to where a `state_dict` was taken, under any W, K, plan and balance.
+
+        Raises:
+            UserError: another dataset (unless on_dataset_change="new_epoch"), another seed, or a damaged state.
+        """
+        if state.get("format_version") != _FORMAT_VERSION:
+            raise UserError(
+                f"Expected a loader state of format {_FORMAT_VERSION}, but found {state.get('format_version')}. "
+                "Resume with the version of adaptiveload_hf that wrote it."
+            )
+        epoch, segments = state["epoch"], state["segments"]
+        if state["dataset_fingerprint"] != self.fingerprint:
+            if self._on_dataset_change == "error":
+                raise UserError(
+                    f"The checkpoint was trained on another dataset: expected {state['dataset_fingerprint']}, found "
+                    f"{self.fingerprint}. Give that dataset (and repeats), or on_dataset_change='new_epoch' to begin "
+                    "a new epoch on this one."
+                )
+            epoch, segments = epoch + 1, []
+        elif state["seed"] != self.seed:
+            raise UserError(f"The checkpoint's order has seed {state['seed']}, but found {self.seed}. Use that seed.")
+        self._begin_epoch(epoch, segments, state["global_step"])
+        # accelerate restores its own count of micro-steps; under another K that is no optimizer step boundary, and
+        # ranks would wait for each other forever.
+        self.accelerator.step = 0
+
+    def _compare_ranks(self) -> None:
+        """Raises on all ranks if any would train on another schedule than rank 0."""
+        schedule = self.schedule
+        mine = {
+            "dataset": self.fingerprint,
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "world_size": schedule.world_size,
+            "gradient_accumulation_steps": schedule.gradient_accumulation_steps,
+            "plan": {str(bucket.shape): bucket.batch_size for bucket in self.plan.buckets},
+            "cost_model": str(self._cost),
+            "balance": schedule.balance,
+            "loss_normalization": self._sampler.loss_normalization,
+            "first_micro_step": self._position,
+            "order": schedule.digest,
+        }
+        for rank, other in enumerate(everyone := gather_object([mine])):
+            for field, value in everyone[0].items():
+                if other[field] != value:
+                    raise UserError(
+                        f"All ranks must train on one schedule, but the {field} of rank {rank} is {other[field]} and "
+                        f"that of rank 0 is {value}. Start all ranks with the same data, config and arguments."
+                    )

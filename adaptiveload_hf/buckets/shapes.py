@@ -1,0 +1,214 @@
+"""Which latent shapes does a dataset hold, and how many tokens is each?"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ..errors import UserError
+
+
+@dataclass(frozen=True, order=True)
+class LatentShape:
+    """Size of one sample's latent: frames x height x width, written `21x60x104`."""
+
+    frames: int
+    height: int
+    width: int
+
+    def __str__(self) -> str:
+        return f"{self.frames}x{self.height}x{self.width}"
+
+    @classmethod
+    def parse(cls, text: str) -> LatentShape:
+        """Reads `21x60x104`.
+
+        Raises:
+            UserError: not three positive whole numbers joined by `x`.
+        """
+        numbers = re.fullmatch(r"\d+(x\d+)*", text)
+        sizes = [int(number) for number in text.split("x")] if numbers else []
+        if len(sizes) == 2:
+            raise UserError(
+                f"A shape is frames x height x width, but {text!r} has two numbers. Write a still as '1x{text}'."
+            )
+        if len(sizes) != 3 or min(sizes) < 1:
+            raise UserError(f"A shape is three positive numbers such as '21x60x104', but found {text!r}.")
+        return cls(*sizes)
+
+    def pixels(self, temporal: int = 4, spatial: int = 8) -> str:
+        """The clip's size before the VAE, `81x480x832`: (frames-1)*temporal+1 x height*spatial x width*spatial."""
+        return f"{(self.frames - 1) * temporal + 1}x{self.height * spatial}x{self.width * spatial}"
+
+
+@dataclass(frozen=True)
+class TokenGeometry:
+    """How a transformer turns a latent into tokens.
+
+    Args:
+        patch_size: (frames, height, width) of a patch; Wan has (1, 2, 2).
+        text_tokens: text tokens that join the self-attention (SD3: its prompt length; Wan: 0).
+    """
+
+    patch_size: tuple[int, int, int] = (1, 2, 2)
+    text_tokens: int = 0
+
+    def tokens(self, shape: LatentShape) -> int:
+        """S = F/pf * H/ph * W/pw + text_tokens, the length of the transformer's sequence for one sample.
+
+        Raises:
+            UserError: the shape is not a multiple of the patch.
+        """
+        sizes = (shape.frames, shape.height, shape.width)
+        if any(size % patch for size, patch in zip(sizes, self.patch_size)):
+            patch = "x".join(map(str, self.patch_size))
+            raise UserError(
+                f"The latent shape {shape} must be a multiple of the transformer's patch {patch}. "
+                "Prepare the dataset with other resolution buckets."
+            )
+        return int(np.prod([size // patch for size, patch in zip(sizes, self.patch_size)])) + self.text_tokens
+
+
+class BucketIndex(NamedTuple):
+    """The bucket of every sample.
+
+    shapes: the distinct shapes, sorted.
+    bucket_of_sample: int64 [samples], position in `shapes`.
+    """
+
+    shapes: tuple[LatentShape, ...]
+    bucket_of_sample: np.ndarray
+
+
+def index_shapes(sizes: np.ndarray) -> BucketIndex:
+    """Groups samples by shape.
+
+    Args:
+        sizes: int [samples, 3], frames, height, width.
+    """
+    sizes = np.asarray(sizes, dtype=np.int64)
+    if len(sizes) == 0:
+        raise UserError("Expected at least one sample, but the dataset is empty. Prepare the dataset again.")
+    if sizes.min() < 1 or sizes.max() >= 1 << 20:
+        row = int(np.argmax(((sizes < 1) | (sizes >= 1 << 20)).any(axis=1)))
+        raise UserError(f"Sample {row} has the latent shape {tuple(sizes[row].tolist())}: sizes must be 1 or more.")
+    # One integer per row, so that grouping is one sort of numbers, in the order of (frames, height, width).
+    keys, bucket_of_sample = np.unique((sizes[:, 0] << 40) | (sizes[:, 1] << 20) | sizes[:, 2], return_inverse=True)
+    mask = (1 << 20) - 1
+    shapes = tuple(LatentShape(int(k >> 40), int(k >> 20) & mask, int(k) & mask) for k in keys)
+    return BucketIndex(shapes, bucket_of_sample.astype(np.int64))
+
+
+def read_shapes(dataset) -> BucketIndex:
+    """Reads the shape of every sample from a `datasets.Dataset` without decoding any other column.
+
+    Args:
+        dataset: a `datasets.Dataset` with the column `latent_shape`, a list of four integers [C, F, H, W]. What
+            shuffle, select and filter did to it is honoured.
+
+    Raises:
+        UserError: no such column, an empty dataset, or a row that is not four positive numbers.
+    """
+    columns = getattr(dataset, "column_names", None)
+    if columns is None or "latent_shape" not in columns:
+        raise UserError(
+            f"Expected a datasets.Dataset with the column 'latent_shape' ([C, F, H, W]), but found "
+            f"{columns or type(dataset).__name__}. Prepare it with recipes/prepare_dataset.py, or give the shapes "
+            "yourself (shapes=...)."
+        )
+    if len(dataset) == 0:
+        return index_shapes(np.empty((0, 3)))
+    import pyarrow.compute
+
+    column = dataset.select_columns(["latent_shape"]).with_format("arrow")[:]["latent_shape"].combine_chunks()
+    lengths = np.asarray(pyarrow.compute.list_value_length(column).fill_null(0))
+    if (lengths != 4).any():
+        row = int(np.argmax(lengths != 4))
+        raise UserError(
+            f"latent_shape must be [C, F, H, W], but sample {row} has {column[row].as_py()}. "
+            "A still has F = 1. Mend or drop that row."
+        )
+    return index_shapes(column.flatten().to_numpy(zero_copy_only=False).reshape(-1, 4)[:, 1:])
+
+
+def shape_counts(index: BucketIndex, repeats: np.ndarray | None = None) -> dict[LatentShape, int]:
+    """Number of samples of each shape; with repeats (float [samples]), the expected number in an epoch."""
+    counts = np.bincount(index.bucket_of_sample, weights=repeats, minlength=len(index.shapes))
+    return dict(zip(index.shapes, np.rint(counts).astype(np.int64).tolist()))
+
+
+def dataset_fingerprint(dataset, index: BucketIndex, repeats: np.ndarray | None = None) -> str:
+    """Number of samples and a hash of their shapes, repeats and, where there is such a column, files, in order.
+
+    Not the fingerprint of `datasets`: that one changes when the same files are prepared again.
+    """
+    digest = hashlib.blake2b(" ".join(map(str, index.shapes)).encode(), digest_size=8)
+    digest.update(np.ascontiguousarray(index.bucket_of_sample, dtype="<i8"))
+    if repeats is not None:
+        digest.update(np.ascontiguousarray(repeats, dtype="<f8"))
+    if "file" in (getattr(dataset, "column_names", None) or ()):
+        for part in dataset.select_columns(["file"]).with_format("arrow").iter(batch_size=100_000):
+            digest.update("\0".join(map(str, part["file"].to_pylist())).encode())
+    return f"{len(index.bucket_of_sample)} samples {digest.hexdigest()}"
+
+
+def read_shapes_from_safetensors(folder: str | Path) -> tuple[BucketIndex, list[Path]]:
+    """Reads the shapes of a folder of latents, one tensor [C, F, H, W] a file, from the files' headers only.
+
+    Returns:
+        The index and the files, sorted by path: sample i is files[i].
+
+    Raises:
+        UserError: no file, a file that is no safetensors, or not exactly one tensor of four dimensions in it.
+    """
+    files = sorted(Path(folder).rglob("*.safetensors"))
+    if not files:
+        raise UserError(f"Expected *.safetensors files in {folder}, but found none. Check the folder.")
+    return index_shapes(np.array([_latent_size(file) for file in files])), files
+
+
+def _latent_size(file: Path) -> list[int]:
+    with open(file, "rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        # A header over 100 MB is not one that safetensors itself would read.
+        header = stream.read(length) if length < 100_000_000 else b""
+    try:
+        tensors = json.loads(header)
+    except ValueError:
+        raise UserError(f"{file} is not a whole safetensors file. Write it again or remove it.") from None
+    latents = [t["shape"] for name, t in tensors.items() if name != "__metadata__" and len(t["shape"]) == 4]
+    if len(latents) != 1:
+        found = {name: t["shape"] for name, t in tensors.items() if name != "__metadata__"}
+        raise UserError(f"Expected one tensor [C, F, H, W] in {file}, but found {found}.")
+    return latents[0][1:]
+
+
+def load_prepared(path: str | Path):
+    """Loads what recipes/prepare_dataset.py wrote: its output folder, or the folder `dataset` inside it.
+
+    Returns:
+        A `datasets.Dataset`.
+
+    Raises:
+        UserError: there is no such dataset, or it is empty.
+    """
+    import datasets
+
+    folder = Path(path)
+    if (folder / "dataset" / "state.json").is_file():
+        folder = folder / "dataset"
+    if not (folder / "state.json").is_file():
+        raise UserError(
+            f"Expected a prepared dataset in {path}, but found none there. "
+            "Run recipes/prepare_dataset.py with this --output_dir first."
+        )
+    dataset = datasets.load_from_disk(str(folder))
+    if len(dataset) == 0:
+        raise UserError(f"The dataset in {folder} is empty. See prepare_report.json beside it for what was refused.")
+    return dataset
