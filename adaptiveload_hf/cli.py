@@ -53,12 +53,15 @@ def fit(
 
     Model and set-up are taken over from a bucket_config.json beside the measurements, if there is one.
 
-    Example:  adaptiveload fit config/measurements.jsonl --output config
+    \b
+    Example:
+      adaptiveload fit config/measurements.jsonl --output config
     """
+    from .buckets.cost import read_measurements
     from .config import BucketConfig
-    from .config_file import CONFIG_FILE, read_config_measurements
+    from .config_file import CONFIG_FILE
 
-    measured, problems = read_config_measurements(measurements)
+    measured, problems = read_measurements(measurements)
     for problem in problems:
         warnings.warn(f"{problem} The other lines are used.", stacklevel=1)
     origin = {"model": {}, "environment": {}}
@@ -94,7 +97,9 @@ def plan(
 ):
     """Choose the batch size of each bucket.
 
-    Example:  adaptiveload plan config --dataset prepared --world-size 8 --gradient-accumulation-steps 2
+    \b
+    Example:
+      adaptiveload plan config --dataset prepared --world-size 8 --gradient-accumulation-steps 2
     """
     loaded, counts, ranks = _load(config, dataset, shapes, world_size, gradient_accumulation_steps)
     made = loaded.plan(
@@ -129,16 +134,20 @@ def simulate(
 ):
     """Predict an epoch under equal-token batches dealt at random and under planned ones dealt by cost.
 
-    Example:  adaptiveload simulate config --dataset prepared --world-size 8 --gradient-accumulation-steps 2
+    \b
+    Example:
+      adaptiveload simulate config --dataset prepared --world-size 8 --gradient-accumulation-steps 2
     """
     loaded, counts, ranks = _load(config, dataset, shapes, world_size, gradient_accumulation_steps)
-    rows = loaded.compare(
+    compared = loaded.compare(
         counts,
         **ranks,
         memory_limit_gib=memory_limit_gib,
         target_seconds=_target(target_seconds),
         allow_extrapolation=allow_extrapolation,
     )
+    # "auto" may have chosen a mode that has its own row already.
+    rows = {(row.policy, row.balance): row for row in compared}.values()
     if as_json:
         _print_json([{"policy": row.policy, "balance": row.balance, **asdict(row.simulation)} for row in rows])
     else:
@@ -159,7 +168,9 @@ def report(
 ):
     """Write one HTML file: cost fit, bucket table, load of the ranks before and after, loss.
 
-    Example:  adaptiveload report --config config --dataset prepared --run run --output report.html
+    \b
+    Example:
+      adaptiveload report --config config --dataset prepared --run run --output report.html
     """
     from .buckets.shapes import load_prepared, read_shapes
     from .config import BucketConfig
@@ -282,20 +293,26 @@ def _print_json(value):
 
 
 def _print_table(header, rows):
-    """A piped table is never folded; a terminal's is folded to its width, and nothing is cut off."""
+    """A table; on a terminal too narrow for it one line a cell. Nothing is folded or cut off."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in header:
-        table.add_column(name, overflow="fold")
+    rows = [[str(cell) for cell in row] for row in rows]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for index, name in enumerate(header):
+        table.add_column(name, no_wrap=True, justify="right" if index else "left")
     for row in rows:
-        table.add_row(*map(str, row))
+        table.add_row(*row)
     console = Console(file=sys.stdout, markup=False, highlight=False, emoji=False)
-    if not sys.stdout.isatty():
-        console.width = console.measure(table, options=console.options.update(max_width=1000)).maximum
-    console.print(table)
+    width = console.measure(table, options=console.options.update(max_width=1000)).maximum
+    if sys.stdout.isatty() and console.width < width:
+        widest = max(map(len, header))
+        for row in rows:
+            print(*(f"{name:{widest}}  {cell}" for name, cell in zip(header, row)), sep="\n", end="\n\n")
+    else:
+        console.width = width
+        console.print(table)
 
 
 def _say(words):

@@ -7,8 +7,8 @@ import numpy as np
 
 from .errors import UserError
 
-_WAITING = "0.82"
-_MOST_LANES, _MOST_MICRO_STEPS, _MOST_LEGEND_LINES = 32, 60, 14
+_WAITING = "0.7"
+_MOST_LANES, _MOST_MICRO_STEPS, _MOST_LEGEND_LINES = 16, 60, 14
 
 
 def can_draw():
@@ -48,6 +48,8 @@ def fit_png(measurements, cost_model, power_law):
     law.plot([], [], color="0.3", label=f"fitted: {cost_model.kind}")
     law.plot([], [], color="0.3", linestyle=":", label="paper's a + b*B*S^p")
     law.set(xscale="log", yscale="log", xlabel="tokens of the micro-batch, B*S", ylabel="seconds of the micro-batch")
+    law.yaxis.set_major_formatter(_plain_log())
+    law.yaxis.set_minor_formatter(_plain_log())
     law.set_title("Measured seconds and the fitted law")
     law.grid(alpha=0.3, which="both")
     _legend(law, "shape (latent F x H x W)")
@@ -65,7 +67,7 @@ def fit_png(measurements, cost_model, power_law):
     error.set(xlabel="predicted - measured, % of measured")
     error.set_title("Error of each law")
     error.grid(alpha=0.3, axis="x")
-    error.legend(fontsize=8)
+    error.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
     return _png(figure)
 
 
@@ -80,7 +82,7 @@ def load_png(schedules, shapes):
     Returns: PNG, bytes.
     """
     lanes = min(_MOST_LANES, max(schedule.world_size for schedule in schedules.values()))
-    figure = _figure(11, 1.1 + len(schedules) * (1.2 + 0.28 * lanes))
+    figure = _figure(11, 0.6 + len(schedules) * (1.1 + 0.22 * lanes))
     axes = figure.subplots(len(schedules), 1, sharex=True, squeeze=False)[:, 0]
     colours = _colours(len(shapes))
     for axis, (title, schedule) in zip(axes, schedules.items()):
@@ -91,7 +93,9 @@ def load_png(schedules, shapes):
         axes[0].barh(0, 0, color=colour, label=str(shape))
     axes[0].barh(0, 0, color=_WAITING, label="waiting")
     axes[-1].set_xlabel("predicted seconds since the start of the epoch")
-    _legend(axes[0], "shape (latent)")
+    axes[-1].set_xlim(0, max(_drawn(schedule).max(axis=1).sum() for schedule in schedules.values()))
+    handles, labels = _few(*axes[0].get_legend_handles_labels())
+    figure.legend(handles, labels, title="shape (latent)", loc="outside lower center", ncols=8, fontsize=8)
     return _png(figure)
 
 
@@ -137,20 +141,25 @@ def _colours(count):
     return colormaps["turbo"](np.linspace(0.08, 0.92, count)) if count else []
 
 
+def _plain_log():
+    """0.4 instead of 4 x 10^-1, and no labels between the decades of a long axis."""
+    from matplotlib.ticker import LogFormatter
+
+    return LogFormatter()
+
+
 def _legend(axis, title):
-    """Beside the axes; of very many entries only evenly spaced ones and the last two."""
-    handles, labels = axis.get_legend_handles_labels()
+    """Beside the axes."""
+    handles, labels = _few(*axis.get_legend_handles_labels())
+    place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
+    axis.legend(handles, labels, title=title, fontsize=8, title_fontsize=8, **place)
+
+
+def _few(handles, labels):
+    """Of very many legend entries evenly spaced ones and the last two, which are not shapes."""
     keep = np.unique(np.linspace(0, len(labels) - 1, _MOST_LEGEND_LINES).round().astype(int))
     keep = sorted({*keep.tolist(), len(labels) - 2, len(labels) - 1} & set(range(len(labels))))
-    axis.legend(
-        [handles[i] for i in keep],
-        [labels[i] for i in keep],
-        title=title,
-        loc="upper left",
-        bbox_to_anchor=(1.0, 1.0),
-        fontsize=8,
-        title_fontsize=8,
-    )
+    return [handles[i] for i in keep], [labels[i] for i in keep]
 
 
 def _draw_shape(axis, measured, cost_model, power_law, label, colour):
@@ -163,18 +172,22 @@ def _draw_shape(axis, measured, cost_model, power_law, label, colour):
 
 
 def _draw_lanes(axis, schedule, colours):
-    cost = schedule.cost.reshape(-1, schedule.world_size)
+    cost = _drawn(schedule)
     bucket = schedule.bucket.reshape(-1, schedule.world_size)
-    cost, bucket = cost[:_MOST_MICRO_STEPS], bucket[:_MOST_MICRO_STEPS]
     ends = np.cumsum(cost.max(axis=1))
     starts = ends - cost.max(axis=1)
     ranks = np.unique(np.linspace(0, schedule.world_size - 1, _MOST_LANES).round().astype(int))
     for lane, rank in enumerate(ranks):
         axis.barh(lane, ends - starts, left=starts, height=0.8, color=_WAITING)
-        axis.barh(lane, cost[:, rank], left=starts, height=0.8, color=[colours[b] for b in bucket[:, rank]])
+        axis.barh(lane, cost[:, rank], left=starts, height=0.8, color=[colours[b] for b in bucket[: len(cost), rank]])
     axis.vlines(ends, -0.5, len(ranks) - 0.5, color="white", linewidth=0.6)
     axis.set_yticks(range(len(ranks)), ranks)
     axis.set_ylim(len(ranks) - 0.5, -0.5)
+
+
+def _drawn(schedule):
+    """Predicted seconds of the first micro-steps, float64 [micro-steps, ranks]."""
+    return schedule.cost.reshape(-1, schedule.world_size)[:_MOST_MICRO_STEPS]
 
 
 def _relative_error(model, measurement):

@@ -44,13 +44,13 @@ def download(repo_id, files, *, revision, **options):
     Raises:
         UserError: no such repository or revision, no right to read it, or no connection and nothing in the cache.
     """
-    try:
-        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=files, **options))
-    except HFValidationError:
+    if not is_hub_id(repo_id):
         raise UserError(
             f"There is no folder {repo_id}, and a Hub id would read user/repo. "
             "Give the folder that save_pretrained wrote, or a Hub id."
-        ) from None
+        )
+    try:
+        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=files, **options))
     except RepositoryNotFoundError as error:
         raise UserError(
             f"{repo_id} is no folder here and no Hub repository that you may read. Check the spelling; "
