@@ -40,3 +40,12 @@ def make_config(measurements=None, model=MODEL, environment=ENVIRONMENT):
     return BucketConfig.from_measurements(
         measurements or measure(), model=model, environment=environment, geometry=TokenGeometry()
     )
+
+
+def save_dataset(folder, counts):
+    """The part of a prepared dataset that plans are made from: its column of latent shapes."""
+    import datasets
+
+    sizes = [[16, *map(int, shape.split("x"))] for shape, count in counts.items() for _ in range(count)]
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict({"latent_shape": sizes}).save_to_disk(str(folder / "dataset"))

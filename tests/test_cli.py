@@ -1,0 +1,220 @@
+"""Do the commands print tables on stdout, words on stderr, and one plain line for every mistake?"""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+from support.measured import make_config, measure, save_dataset
+
+from adaptiveload_hf import BucketConfig, cli
+
+ROOT = Path(__file__).parent.parent
+COUNTS = {"1x60x104": 300, "5x60x104": 90, "13x60x104": 40, "21x60x104": 30}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """config, prepared (a dataset), shapes.json, run and measurements.jsonl, in a folder with a Chinese name."""
+    folder = tmp_path_factory.mktemp("数据 set")
+    make_config().save_pretrained(folder / "config")
+    save_dataset(folder / "prepared", COUNTS)
+    (folder / "shapes.json").write_text(json.dumps(COUNTS))
+    (folder / "measurements.jsonl").write_text("".join(m.to_json() + "\n" for m in measure()))
+    (folder / "run").mkdir()
+    (folder / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 0.5}\n{"st')
+    return folder
+
+
+@pytest.fixture
+def run(files, monkeypatch, capsys):
+    """Runs a command line among the files; returns (exit status, stdout, stderr)."""
+    monkeypatch.chdir(files)
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # restored afterwards
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["adaptiveload", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, err = capsys.readouterr()
+        if isinstance(ended.value.code, str):  # what Python itself prints to stderr before status 1
+            return 1, out, err + ended.value.code
+        return ended.value.code, out, err
+
+    return run
+
+
+PLAN = ("plan", "config", "--dataset", "prepared", "--world-size", "4")
+SIMULATE = ("simulate", "config", "--dataset", "prepared", "--world-size", "4")
+FIT = ("fit", "measurements.jsonl", "--output", "fitted")
+REPORT = ("report", "--config", "config", "--dataset", "prepared", "--run", "run", "--output", "out/report.html")
+
+
+def test_fit_writes_a_config_and_prints_its_laws(run, files):
+    status, out, err = run(*FIT)
+    assert status == 0
+    assert out.splitlines()[0].split()[:3] == ["law", "kind", "parameters"]
+    assert "roofline" in out and "power_law" in out
+    assert err.splitlines()[-1] == "next: adaptiveload plan fitted --dataset PREPARED --world-size 8"
+    assert BucketConfig.from_pretrained(files / "fitted").measurements == measure()
+
+
+def test_fit_beside_a_config_keeps_its_model_and_environment(run, files):
+    assert run("fit", "config/measurements.jsonl", "--output", "again")[0] == 0
+    again, config = BucketConfig.from_pretrained(files / "again"), BucketConfig.from_pretrained(files / "config")
+    assert (again.model, again.environment) == (config.model, config.environment)
+
+
+def test_fit_names_a_bad_line_and_uses_the_rest(run, files):
+    (files / "cut.jsonl").write_text((files / "measurements.jsonl").read_text()[:-30])
+    status, _, err = run("fit", "cut.jsonl", "--output", "cut")
+    assert status == 0
+    assert "adaptiveload: warning: cut.jsonl, line 10: not a measurement" in err
+    assert "9 measurements fitted" in err
+
+
+def test_plan_prints_a_row_for_each_bucket_and_the_next_command(run):
+    status, out, err = run(*PLAN)
+    assert status == 0
+    assert [line.split()[0] for line in out.splitlines()] == ["shape", out.splitlines()[1].split()[0], *COUNTS]
+    assert "81x480x832" in out
+    assert "--gradient-accumulation-steps 2, as measured" in err
+    assert "Memory limit 125.8 GiB" in err
+    assert err.splitlines()[-1] == (
+        "next: adaptiveload simulate config --dataset prepared --world-size 4 --gradient-accumulation-steps 2"
+    )
+
+
+def test_a_file_of_shapes_gives_the_plan_of_its_dataset(run):
+    from_shapes = run("plan", "config", "--shapes", "shapes.json", "--world-size", "4")
+    assert from_shapes[:2] == run(*PLAN)[:2]
+
+
+def test_plan_follows_its_options(run):
+    options = ("--memory-limit-gib", "6.5", "--target-seconds", "50", "--gradient-accumulation-steps", "1", "--json")
+    plan = json.loads(run(*PLAN, *options)[1])
+    assert {bucket["bound_by"] for bucket in plan["buckets"]} == {"memory"}
+    assert plan["target_seconds"] == 50
+    assert json.loads(run(*PLAN, "--policy", "equal_token", "--json")[1])["policy"] == "equal_token"
+
+
+def test_simulate_shows_the_baseline_first_and_dealing_by_cost_ahead_of_it(run):
+    status, out, err = run(*SIMULATE)
+    assert status == 0
+    assert out.splitlines()[2].split()[:2] == ["equal_token", "none"]
+    rows = json.loads(run(*SIMULATE, "--json")[1])
+    efficiency = {(row["policy"], row["balance"]): row["balance_efficiency"] for row in rows}
+    assert efficiency["dual", "step"] > efficiency["equal_token", "none"]
+    assert len(efficiency) == len(rows)
+    assert err.splitlines()[-1].startswith("next: accelerate launch recipes/train_wan.py --bucket_config config ")
+
+
+def test_report_prints_its_path_last(run, files):
+    status, out, err = run(*REPORT)
+    assert (status, out) == (0, "out/report.html\n")
+    assert (files / "out" / "report.html").is_file()
+    assert "adaptiveload: warning: metrics.jsonl line 3 is left out" in err
+    assert err.splitlines()[-1].startswith("next: ")
+
+
+@pytest.mark.parametrize("command", [FIT, PLAN, SIMULATE])
+def test_json_is_all_of_stdout(run, command):
+    status, out, _ = run(*command, "--json")
+    assert status == 0
+    assert json.loads(out)
+
+
+@pytest.mark.parametrize("command", ["fit", "plan", "simulate", "report"])
+def test_help_shows_an_example(run, command):
+    status, out, _ = run(command, "--help")
+    assert status == 0
+    assert f"Example:\n    adaptiveload {command} " in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("plan", "nowhere", "--shapes", "shapes.json"), "There is no folder nowhere, and a Hub id would read"),
+        (("plan", "config", "--dataset", "nowhere"), "Expected a prepared dataset in nowhere"),
+        (("plan", "config", "--shapes", "nowhere.json"), "There is no file nowhere.json"),
+        ((*PLAN, "--memory-limit-gib", "4"), "21x60x104"),
+        ((*PLAN[:-1], "512"), "512 ranks"),
+        ((*PLAN, "--policy", "best"), "best"),
+        (("fit", "nowhere.jsonl", "--output", "fitted"), "Expected measurements in nowhere.jsonl"),
+        ((*FIT, "--patch-size", "1x1x1"), "1x60x104 was measured with 1560 tokens, but patch size"),
+        ((*REPORT[:6], "config", *REPORT[7:]), "holds no metrics.jsonl"),
+        (("plan", "fitted-without-environment", "--shapes", "shapes.json"), "Pass --world-size"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_1(run, files, arguments, words):
+    if not (files / "fitted-without-environment").exists():
+        make_config(environment={}).save_pretrained(files / "fitted-without-environment")
+    status, out, err = run(*arguments)
+    assert (status, out) == (1, "")
+    assert "adaptiveload: error: " in err
+    assert words in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"21x60x104": ', "is no JSON"),
+        ("[1]", "must hold a JSON object with shapes"),
+        ("{}", "must hold a JSON object with shapes"),
+        ('{"21x60x104": 0}', "the samples of 21x60x104 must be a positive whole number, but are 0"),
+        ('{"60x104": 3}', "Write a still as '1x60x104'"),
+    ],
+)
+def test_a_file_of_shapes_that_cannot_be_used_is_named(run, files, content, words):
+    (files / "bad.json").write_text(content)
+    status, _, err = run("plan", "config", "--shapes", "bad.json")
+    assert status == 1
+    assert words in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("plan", "config"), "give either --dataset PREPARED or --shapes FILE"),
+        ((*PLAN, "--shapes", "shapes.json"), "give either"),
+        ((*PLAN, "--target-seconds", "soon"), "a number or auto, not 'soon'"),
+        ((*FIT, "--patch-size", "2x2"), "three numbers such as 1x2x2, not '2x2'"),
+        (("fit", "measurements.jsonl"), "--output"),
+        ((*PLAN, "--world-size", "0"), "--world-size"),
+        (("train",), "train"),
+    ],
+)
+def test_wrong_usage_is_status_2(run, arguments, words):
+    status, out, err = run(*arguments)
+    assert (status, out) == (2, "")
+    assert words in err
+
+
+def test_a_terminal_too_narrow_for_the_table_shows_every_cell_whole(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    _, out, _ = run(*PLAN)
+    assert "shape       21x60x104\npixels      81x480x832\n" in out
+    assert max(map(len, out.splitlines())) <= 40
+
+
+def test_every_command_works_piped_in_ascii_without_a_home(files):
+    code = "import sys\nfrom adaptiveload_hf import cli\nfor line in {!r}:\n    sys.argv = ['adaptiveload', *line]\n"
+    code += "    try:\n        cli.main()\n    except SystemExit as end:\n        assert not end.code, end.code\n"
+    folder = Path("..") / files.name
+    lines = [[str(folder / w) if (files / w).exists() else w for w in command] for command in (FIT, PLAN, SIMULATE)]
+    lines.append([*REPORT[:-1], str(folder / "out" / "报告.html")])
+    environment = {**os.environ, "LC_ALL": "POSIX", "PYTHONIOENCODING": "ascii", "COLUMNS": "40"}
+    environment |= {"HOME": "/proc/none", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", code.format(lines)], capture_output=True, cwd=files, env=environment, check=False
+    )
+    out, err = result.stdout.decode("ascii"), result.stderr.decode("ascii")
+    assert result.returncode == 0, err
+    assert "Traceback" not in err
+    assert "21x60x104 | 81x480x832 | " in out  # rich's lines, in ASCII
+    assert out.splitlines()[-1].endswith("\\u62a5\\u544a.html")
+    assert (files / "out" / "报告.html").is_file()
