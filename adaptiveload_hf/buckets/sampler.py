@@ -151,11 +151,11 @@ class BucketDataLoader(DataLoaderStateMixin):
         accelerator: of the run.
         shapes: bucket of every sample; read from the column latent_shape if not given.
         collate_fn: list of rows -> dict; without it, rows of the prepared dataset.
-        batch_sizes: {shape: B} instead of the plan's, such as a smaller one after running out of memory.
         repeats: float [samples], occurrences of each sample in an epoch.
         on_dataset_change: "error", or "new_epoch": a checkpoint of another dataset goes on with a new epoch of this.
-        balance, loss_normalization: see `schedule_epoch`. memory_limit_gib, target_seconds, policy,
-            allow_extrapolation: see `make_plan`. num_workers, persistent_workers, prefetch_factor: torch's.
+        balance, loss_normalization: see `schedule_epoch`. num_workers, persistent_workers, prefetch_factor: torch's.
+        plan_options: further arguments of `config.plan`: memory_limit_gib, target_seconds, policy,
+            allow_extrapolation, batch_sizes ({shape: B}, such as a smaller one after running out of memory).
 
     Raises:
         UserError: what the plan and the schedule refuse, ranks that disagree, or a wrong option.
@@ -176,15 +176,11 @@ class BucketDataLoader(DataLoaderStateMixin):
         seed: int = 0,
         balance: str = "auto",
         loss_normalization: str = "token",
-        memory_limit_gib: float | None = None,
-        target_seconds: float | str = "auto",
-        policy: str = "dual",
-        allow_extrapolation: bool = False,
-        batch_sizes: dict | None = None,
         on_dataset_change: str = "error",
         repeats: np.ndarray | None = None,
         persistent_workers: bool = False,
         prefetch_factor: int | None = None,
+        **plan_options,
     ):
         if on_dataset_change not in ("error", "new_epoch"):
             raise UserError(f"on_dataset_change is 'error' or 'new_epoch', but found {on_dataset_change!r}.")
@@ -203,15 +199,7 @@ class BucketDataLoader(DataLoaderStateMixin):
         self._rank, world_size = data_rank_and_size(accelerator)
         accumulation = accelerator.gradient_accumulation_steps
         run = {"world_size": world_size, "gradient_accumulation_steps": accumulation}
-        self.plan = config.plan(
-            shape_counts(index, repeats),
-            **run,
-            memory_limit_gib=memory_limit_gib,
-            target_seconds=target_seconds,
-            policy=policy,
-            allow_extrapolation=allow_extrapolation,
-            batch_sizes=batch_sizes,
-        )
+        self.plan = config.plan(shape_counts(index, repeats), **run, **plan_options)
         self._cost = config.cost_model
         order = {"balance": balance, "loss_normalization": loss_normalization, "repeats": repeats}
         self._sampler = BucketBatchSampler(index.bucket_of_sample, self.plan, self._cost, **run, seed=seed, **order)

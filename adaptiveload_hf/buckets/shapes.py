@@ -208,7 +208,7 @@ def load_prepared(path: str | Path):
             f"Expected a prepared dataset in {path}, but found none there. "
             "Run recipes/prepare_dataset.py with this --output_dir first."
         )
-    dataset = datasets.load_from_disk(str(folder))
-    if len(dataset) == 0:
+    # `datasets` saves an empty table, but cannot load it.
+    if not json.loads((folder / "state.json").read_text())["_data_files"]:
         raise UserError(f"The dataset in {folder} is empty. See prepare_report.json beside it for what was refused.")
-    return dataset
+    return datasets.load_from_disk(str(folder))

@@ -1,0 +1,238 @@
+"""The cost and memory fits: right on real and made-up steps, and clear about what they lack."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from adaptiveload_hf.buckets.cost import (
+    Additive,
+    Measurement,
+    MemoryModel,
+    PowerLaw,
+    Roofline,
+    cost_model_from_dict,
+    fit_cost_model,
+    fit_memory_model,
+    read_measurements,
+    repeated_measurements,
+)
+from adaptiveload_hf.errors import UserError
+
+H200 = Path(__file__).parents[1] / "data" / "h200_wan_steps.jsonl"
+GRID = [(b, s) for s in (256, 1560, 7800, 14040, 32760) for b in (1, 2, 4, 8) if b * s < 70_000]
+TRUE = {
+    "power_law": PowerLaw(0.2, 3e-6, 1.4),
+    "additive": Additive(0.3, 0.01, 3e-5, 1.5e-9),
+    "roofline": Roofline(0.45, 0.001, 3.2e-5, 1.5e-9),
+}
+
+
+def steps(model, noise=0.0, seed=0, grid=GRID):
+    random = np.random.default_rng(seed)
+    return [
+        Measurement(f"{s}x2x2", s, b, float(model.seconds(b, s) * np.exp(noise * random.standard_normal())), 1.0)
+        for b, s in grid
+    ]
+
+
+@pytest.fixture(scope="module")
+def h200():
+    measurements, problems = read_measurements(H200)
+    assert len(measurements) == 23 and not problems
+    return measurements
+
+
+@pytest.fixture(scope="module")
+def h200_fit(h200):
+    return fit_cost_model(h200)
+
+
+def errors(model, measurements):
+    return np.array([abs(model.seconds(m.batch_size, m.tokens) / m.seconds - 1) for m in measurements])
+
+
+def test_on_real_h200_steps_the_roofline_form_wins_and_is_right_above_its_floor(h200, h200_fit):
+    assert h200_fit.model.kind == "roofline"
+    above = [m for m in h200 if m.batch_size * h200_fit.model.seconds_per_sample(m.tokens) > h200_fit.model.floor]
+    assert len(above) >= 12
+    assert np.median(errors(h200_fit.model, above)) <= 0.015
+    assert errors(h200_fit.model, above).max() <= 0.05
+    assert np.median(errors(h200_fit.power_law, above)) > 0.05
+
+
+def test_every_candidate_reports_its_median_maximum_and_unseen_error(h200, h200_fit):
+    assert set(h200_fit.candidates) == {"power_law", "additive", "roofline"}
+    for candidate in h200_fit.candidates.values():
+        found = errors(candidate.model, h200)
+        assert candidate.median_error == pytest.approx(np.median(found))
+        assert candidate.max_error == pytest.approx(found.max())
+    assert h200_fit.model == min(h200_fit.candidates.values(), key=lambda c: c.leave_one_out_error).model
+    assert h200_fit.power_law == h200_fit.candidates["power_law"].model
+
+
+def test_the_fit_does_not_depend_on_the_order_of_the_lines(h200, h200_fit):
+    assert fit_cost_model(h200[::-1], kinds=["roofline"]).model == h200_fit.candidates["roofline"].model
+
+
+@pytest.mark.parametrize("kind", TRUE)
+def test_a_law_is_found_again_from_steps_with_one_percent_noise_and_a_stray(kind):
+    measurements = steps(TRUE[kind], noise=0.01)
+    stray = measurements[10]
+    measurements[10] = Measurement(stray.shape, stray.tokens, stray.batch_size, 2 * stray.seconds, 1.0)
+    fit = fit_cost_model(measurements)
+    assert fit.model.kind == kind
+    batch, tokens = np.array(GRID).T
+    assert np.abs(fit.model.seconds(batch, tokens) / TRUE[kind].seconds(batch, tokens) - 1).max() < 0.04
+
+
+def test_parameters_are_never_negative():
+    falling = [Measurement(f"{s}x2x2", s, b, 1.0 / s + 0.01 * b, 1.0) for b, s in GRID]
+    for candidate in fit_cost_model(falling).candidates.values():
+        assert min(candidate.model.parameters.values()) >= 0
+
+
+def test_two_shapes_are_enough():
+    two = steps(TRUE["additive"], grid=[(b, s) for s in (256, 7800) for b in (1, 2, 4)])
+    assert errors(fit_cost_model(two).model, two).max() < 0.02
+
+
+def test_one_shape_is_refused_and_the_missing_ones_are_named():
+    with pytest.raises(UserError, match=r"at least two shapes .* \[7800\].*smallest and your largest"):
+        fit_cost_model(steps(TRUE["additive"], grid=[(b, 7800) for b in (1, 2, 3, 4)]))
+
+
+def test_too_few_points_are_refused_and_listed():
+    with pytest.raises(UserError, match=r"4 different .*\(256, 1\), \(7800, 1\), \(7800, 2\)"):
+        fit_cost_model(steps(TRUE["additive"], grid=[(1, 256), (1, 7800), (2, 7800)]))
+    with pytest.raises(UserError, match="at least two shapes"):
+        fit_cost_model([])
+
+
+def test_one_batch_size_only_is_refused():
+    with pytest.raises(UserError, match=r"batch size \[1\] .*smallest shape at a larger batch size"):
+        fit_cost_model(steps(TRUE["additive"], grid=[(1, s) for s in (256, 1560, 7800, 14040)]))
+
+
+def test_points_that_ran_out_of_memory_are_left_out_of_the_time_fit():
+    measurements = steps(TRUE["additive"])
+    oom = Measurement("99x2x2", 99_000, 9, 0.0, 0.0, oom=True)
+    assert fit_cost_model([oom, *measurements], ["additive"]).model == fit_cost_model(measurements, ["additive"]).model
+
+
+def test_an_unknown_form_is_refused():
+    with pytest.raises(UserError, match="kinds must be 'all' or some of"):
+        fit_cost_model(steps(TRUE["additive"]), kinds=["cubic"])
+
+
+@pytest.mark.parametrize("kind", TRUE)
+def test_the_largest_batch_is_the_last_within_the_limit(kind):
+    model = TRUE[kind]
+    for tokens in (256, 1560, 32760):
+        for batch in (1, 2, 3, 7, 113):
+            exact = float(model.seconds(batch, tokens))
+            limits = (exact, exact * 1.0001) if exact > model.parameters.get("floor", 0) else ()
+            for limit in limits:
+                found = model.largest_batch(tokens, limit)
+                assert model.seconds(found, tokens) <= limit < model.seconds(found + 1, tokens)
+        assert model.largest_batch(tokens, 0.01) == 0
+
+
+def test_a_cost_that_does_not_grow_has_no_largest_batch():
+    with pytest.raises(UserError, match="does not grow with the batch size"):
+        Additive(1.0, 0.0, 0.0, 0.0).largest_batch(100, 2.0)
+
+
+def test_seconds_broadcast_over_batch_sizes_and_tokens():
+    for model in TRUE.values():
+        found = model.seconds(np.array([[1], [2]]), np.array([256, 1560, 7800]))
+        assert found.shape == (2, 3)
+        assert found[1, 2] == pytest.approx(model.seconds(2, 7800))
+
+
+def test_a_cost_model_survives_json():
+    for model in TRUE.values():
+        saved = json.loads(json.dumps({"kind": model.kind, "parameters": model.parameters}))
+        assert cost_model_from_dict(saved) == model
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        ({"kind": "cubic", "parameters": {}}, "found 'cubic'"),
+        ({"kind": "power_law", "parameters": {"a": 1, "b": 2}}, "parameters"),
+        ({"kind": "power_law", "parameters": {"a": 1, "b": -2, "p": 1}}, "non-negative"),
+        ({"kind": "power_law", "parameters": {"a": 1, "b": "2", "p": 1}}, "non-negative"),
+    ],
+)
+def test_a_damaged_cost_model_is_refused(saved, message):
+    with pytest.raises(UserError, match=message):
+        cost_model_from_dict(saved)
+
+
+def test_a_measurement_survives_its_line():
+    measurement = Measurement("21x60x104", 32760, 2, 5.3, 13.9, (5.29, 5.3), False)
+    assert Measurement.from_json(measurement.to_json()) == measurement
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"shape": "1x8x8", "tokens": 16, "batch_si',
+        "[1, 2]",
+        "7",
+        '{"shape": "1x8x8", "tokens": 16}',
+        '{"shape": "1x8x8", "tokens": 16, "batch_size": 1, "seconds": -1.0, "peak_gib": 0.0}',
+        '{"shape": "1x8x8", "tokens": 0, "batch_size": 1, "seconds": 1.0, "peak_gib": 0.0}',
+        '{"shape": "1x8x8", "tokens": 16, "batch_size": 1, "seconds": NaN, "peak_gib": 0.0}',
+        '{"shape": "1x8x8", "tokens": 16, "batch_size": 1, "seconds": 1.0, "peak_gib": 0.0, "colour": 1}',
+    ],
+)
+def test_bad_lines_are_named_by_number_and_the_rest_is_kept(tmp_path, line):
+    good = Measurement("1x8x8", 16, 1, 1.0, 0.0).to_json()
+    path = tmp_path / "measurements.jsonl"
+    path.write_text(f"{good}\n\n{line}\n{good}\n")
+    measurements, problems = read_measurements(path)
+    assert len(measurements) == 2
+    assert len(problems) == 1 and "line 3: " in problems[0]
+
+
+def test_absent_measurements_are_refused(tmp_path):
+    with pytest.raises(UserError, match="no such file"):
+        read_measurements(tmp_path / "measurements.jsonl")
+
+
+def test_the_memory_line_is_never_below_a_measured_peak(h200):
+    memory = fit_memory_model(h200)
+    predicted = np.array([memory.gib(m.batch_size, m.tokens) for m in h200])
+    measured = np.array([m.peak_gib for m in h200])
+    assert (predicted >= measured - 1e-9).all()
+    assert np.median(predicted / measured) < 1.1
+
+
+def test_max_tokens_is_the_last_that_fits():
+    memory = MemoryModel(2.0, 1e-4)
+    tokens = memory.max_tokens(10.0)
+    assert memory.gib(1, tokens) <= 10.0 < memory.gib(1, tokens + 2)
+    assert memory.max_tokens(1.9) == 0
+
+
+def test_of_repeated_peaks_the_higher_is_planned_with_and_named():
+    points = [Measurement("1x8x8", 16, b, 1.0, float(g)) for b, g in ((1, 4), (8, 40), (8, 44), (4, 20))]
+    for order in (points, points[::-1]):
+        assert fit_memory_model(order).gib(8, 16) == pytest.approx(44)
+    assert repeated_measurements(points) == [
+        "1x8x8 at batch size 8 was measured at 40.00 to 44.00 GiB; the higher is used."
+    ]
+
+
+def test_a_failure_below_a_success_is_not_contradicted():
+    points = [Measurement("1x8x8", 16, b, 1.0, float(g)) for b, g in ((1, 10), (4, 40), (8, 70))]
+    memory = fit_memory_model([*points, Measurement("5x8x8", 80, 1, 0.0, 30.0, oom=True)])
+    assert memory.max_tokens(70.0) < 80
+
+
+def test_without_measured_peaks_there_is_no_memory_model():
+    with pytest.raises(UserError, match="peak_gib at two or more"):
+        fit_memory_model([Measurement("1x8x8", 16, b, 1.0, 0.0) for b in (1, 2)])

@@ -1,0 +1,209 @@
+"""Batch sizes obey their limits, and what a limit does to the run is said."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adaptiveload_hf.buckets.cost import Additive, MemoryModel, PowerLaw, Roofline
+from adaptiveload_hf.buckets.plan import BucketPlan, dual_constraint_batch_size, make_plan
+from adaptiveload_hf.buckets.shapes import LatentShape, TokenGeometry
+from adaptiveload_hf.errors import UserError
+
+COST = Roofline(0.45, 0.0, 3.2e-5, 1.5e-9)
+MEMORY = MemoryModel(2.0, 1e-4)
+COUNTS = {LatentShape(1, 32, 32): 900, LatentShape(5, 60, 104): 60, LatentShape(21, 60, 104): 30}
+RUN = {"world_size": 2, "gradient_accumulation_steps": 2}
+
+
+def plan(counts=COUNTS, cost=COST, memory=MEMORY, memory_limit_gib=8.6, **options):
+    return make_plan(counts, cost, memory, memory_limit_gib=memory_limit_gib, **{**RUN, **options})
+
+
+def sizes(made):
+    return {str(bucket.shape): bucket.batch_size for bucket in made.buckets}
+
+
+@given(
+    tokens=st.integers(1, 200_000),
+    m_mem=st.floats(1, 1e7),
+    m_comp=st.floats(1, 1e12),
+    p=st.floats(1, 2.2),
+)
+def test_the_dual_constraint_is_the_papers_formula(tokens, m_mem, m_comp, p):
+    expected = max(1, min(math.floor(m_mem / tokens), math.floor(m_comp / tokens**p)))
+    assert dual_constraint_batch_size(tokens, m_mem=m_mem, m_comp=m_comp, p=p) == expected
+
+
+def test_the_dual_constraint_on_numbers_worked_out_by_hand():
+    assert dual_constraint_batch_size(1000, m_mem=10_500, m_comp=4.2e6, p=2.0) == 4
+    assert dual_constraint_batch_size(1000, m_mem=3_999, m_comp=4.2e6, p=2.0) == 3
+    assert dual_constraint_batch_size(9000, m_mem=3_999, m_comp=4.2e6, p=2.0) == 1
+
+
+def test_with_the_power_law_the_plan_is_the_dual_constraint():
+    law = PowerLaw(0.0, 1e-8, 1.6)
+    made = plan(cost=law, target_seconds=0.4)
+    for bucket in made.buckets:
+        expected = dual_constraint_batch_size(bucket.tokens, m_mem=made.m_mem_tokens, m_comp=0.4 / law.b, p=law.p)
+        assert bucket.batch_size == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(limit=st.floats(6, 200), target=st.floats(0.1, 60), policy=st.sampled_from(["dual", "equal_token"]))
+def test_no_batch_is_over_a_limit_and_no_larger_one_would_fit(limit, target, policy):
+    made = plan(memory_limit_gib=limit, target_seconds=target, policy=policy)
+    for bucket in made.buckets:
+        size = bucket.batch_size
+        fits_memory = [b * bucket.tokens <= made.m_mem_tokens for b in (size, size + 1)]
+        fits_time = [policy == "equal_token" or COST.seconds(b, bucket.tokens) <= target for b in (size, size + 1)]
+        assert bucket.bound_by in {"memory", "compute", "one"}
+        assert size >= 1 and fits_memory[0]
+        assert fits_time[0] or (size == 1 and bucket.bound_by == "one")
+        assert not (fits_memory[1] and fits_time[1])
+        assert bucket.seconds == pytest.approx(COST.seconds(size, bucket.tokens))
+        assert bucket.gib == pytest.approx(MEMORY.gib(size, bucket.tokens))
+
+
+def test_bound_by_says_which_limit_set_the_batch_size():
+    made = plan(target_seconds=2.0, batch_sizes={"5x60x104": 3})
+    assert [bucket.bound_by for bucket in made.buckets] == ["compute", "given", "one"]
+    assert plan(target_seconds=60.0).buckets[0].bound_by == "memory"
+
+
+def test_equal_token_divides_the_budget():
+    assert sizes(plan(policy="equal_token", token_budget=33_000)) == {"1x32x32": 128, "5x60x104": 4, "21x60x104": 1}
+    assert sizes(plan(policy="equal_token", memory_limit_gib=None))["1x32x32"] == 32760 // 256
+
+
+def test_equal_time_takes_the_batch_whose_cost_is_nearest_to_the_target():
+    made = plan(policy="equal_time", target_seconds=2.5, memory_limit_gib=100.0)
+    for bucket in made.buckets:
+        off = abs(bucket.seconds - 2.5)
+        others = [b for b in (bucket.batch_size - 1, bucket.batch_size + 1) if b >= 1]
+        assert all(off <= abs(COST.seconds(b, bucket.tokens) - 2.5) + 1e-12 for b in others)
+
+
+def test_equal_time_over_the_memory_limit_is_refused():
+    with pytest.raises(UserError, match=r"Infeasible under 5.5 GiB: .*1x32x32 at batch size"):
+        plan(policy="equal_time", target_seconds=60.0, memory_limit_gib=5.5)
+
+
+def test_fixed_takes_what_is_given():
+    given_sizes = {"1x32x32": 16, LatentShape(5, 60, 104): 2, "21x60x104": 1}
+    made = plan(policy="fixed", batch_sizes=given_sizes)
+    assert list(sizes(made).values()) == [16, 2, 1]
+    assert {bucket.bound_by for bucket in made.buckets} == {"given"}
+
+
+def test_given_batch_sizes_are_checked():
+    with pytest.raises(UserError, match=r"missing: \['5x60x104', '21x60x104'\]"):
+        plan(policy="fixed", batch_sizes={"1x32x32": 16})
+    with pytest.raises(UserError, match=r"unknown: \['9x9x9'\]"):
+        plan(batch_sizes={"9x9x9": 1})
+    with pytest.raises(UserError, match=r"no such number: \{'1x32x32': 0\}"):
+        plan(batch_sizes={"1x32x32": 0})
+
+
+def test_a_given_batch_over_the_memory_limit_is_said():
+    assert any("Over the memory limit" in f and "5x60x104" in f for f in plan(batch_sizes={"5x60x104": 50}).findings)
+
+
+def test_a_shape_that_does_not_fit_alone_is_infeasible():
+    with pytest.raises(UserError, match=r"Infeasible under 4.0 GiB: 21x60x104 at batch size 1 needs 5.3 GiB.*shard"):
+        plan(memory_limit_gib=4.0)
+
+
+def test_a_shape_beyond_the_measurements_needs_consent():
+    with pytest.raises(UserError, match=r"S = 256 to 30000, but the dataset has 21x60x104 \(S = 32760\)"):
+        plan(measured_tokens=(256, 30_000))
+    plan(measured_tokens=(256, 30_000), allow_extrapolation=True)
+    plan(measured_tokens=(256, 32_760))
+
+
+def test_too_few_samples_for_an_optimizer_step_are_refused():
+    with pytest.raises(UserError, match="8 ranks x 2 micro-steps, but the dataset has 15 samples"):
+        plan({LatentShape(1, 32, 32): 15}, world_size=8)
+
+
+def test_wrong_options_are_refused():
+    with pytest.raises(UserError, match="policy is one of dual, equal_token, equal_time, fixed, but found 'duel'"):
+        plan(policy="duel")
+    for target in (0, -1.0, math.inf, "fast"):
+        with pytest.raises(UserError, match="target_seconds is 'auto' or a number above 0"):
+            plan(target_seconds=target)
+    with pytest.raises(UserError, match="at least one shape"):
+        plan({})
+
+
+def test_a_compute_limit_that_changes_nothing_is_called_inert():
+    one_longest = plan(memory_limit_gib=5.3, target_seconds=float(COST.seconds(1, 32760)))
+    assert any(finding.startswith("Inert") for finding in one_longest.findings)
+    bound = plan(memory_limit_gib=40.0, target_seconds=float(COST.seconds(1, 32760)))
+    assert not any(finding.startswith("Inert") for finding in bound.findings)
+
+
+def test_a_compute_limit_that_costs_throughput_is_called_harmful():
+    made = plan(memory_limit_gib=5.3, target_seconds=0.5)
+    assert any(finding.startswith("Harmful: the compute limit of 0.5 s costs") for finding in made.findings)
+    assert not any(finding.startswith("Harmful") for finding in plan().findings)
+
+
+def test_without_a_memory_limit_the_longest_sample_is_the_target_and_this_is_said():
+    made = plan(memory=None)
+    assert made.target_seconds == pytest.approx(float(COST.seconds(1, 32760)))
+    assert made.m_mem_tokens is None and made.buckets[0].gib is None
+    assert made.findings[0].startswith("No memory model or limit")
+
+
+def test_the_weight_of_one_longest_clip_is_said():
+    made = plan(target_seconds=2.6)
+    long, short = made.batch_size_of("21x60x104"), made.batch_size_of("1x32x32")
+    assert f"one 21x60x104 weighs as much as {32760 / 256:.1f} of 1x32x32" in made.findings[-1]
+    assert f"{short / long:.1f} with 'none'" in made.findings[-1]
+
+
+def epoch_seconds(made, cost=COST):
+    from adaptiveload_hf.buckets.schedule import schedule_epoch
+    from adaptiveload_hf.buckets.simulate import simulate
+
+    index = np.repeat(np.arange(len(made.buckets)), [bucket.count for bucket in made.buckets])
+    return simulate(schedule_epoch(index, made, cost, **RUN)).epoch_seconds
+
+
+def test_the_automatic_target_is_as_fast_as_any_tried_by_hand():
+    counts = {LatentShape(f, 60, 104): n for f, n in ((1, 4000), (5, 900), (9, 500), (21, 300))}
+    auto = epoch_seconds(plan(counts, memory_limit_gib=30.0))
+    one = float(COST.seconds(1, 32760))
+    for target in (one, 1.3 * one, 2 * one, 4 * one):
+        assert auto <= 1.02 * epoch_seconds(plan(counts, memory_limit_gib=30.0, target_seconds=target))
+
+
+def test_where_every_step_costs_overhead_the_automatic_target_is_above_the_longest_sample():
+    cost = Additive(3.0, 0.0, 3.2e-5, 1.5e-9)
+    made = plan(cost=cost, memory_limit_gib=60.0)
+    assert made.target_seconds > 1.2 * cost.seconds(1, 32760)
+
+
+def test_a_plan_survives_json_and_answers_by_shape():
+    made = plan()
+    again = BucketPlan.from_dict(json.loads(json.dumps(made.to_dict())))
+    assert again == made
+    assert made.batch_size_of(LatentShape(1, 32, 32)) == made.batch_size_of("1x32x32")
+    with pytest.raises(UserError, match="no shape 2x2x2; it has 1x32x32"):
+        made.batch_size_of("2x2x2")
+
+
+def test_text_tokens_count_towards_the_limits():
+    without = plan(target_seconds=2.6)
+    joined = plan(target_seconds=2.6, geometry=TokenGeometry((1, 2, 2), text_tokens=512))
+    assert joined.buckets[0].tokens == without.buckets[0].tokens + 512
+    assert joined.buckets[0].batch_size < without.buckets[0].batch_size
+
+
+def test_a_shape_that_repeats_leave_out_keeps_its_place_in_the_plan():
+    made = plan({**COUNTS, LatentShape(9, 60, 104): 0})
+    assert [bucket.count for bucket in made.buckets] == [900, 60, 0, 30]

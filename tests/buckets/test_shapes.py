@@ -1,0 +1,151 @@
+"""Shapes are read right, whatever was done to the dataset, and wrong ones are named."""
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.prepared import save_prepared
+
+from adaptiveload_hf.buckets.shapes import (
+    LatentShape,
+    TokenGeometry,
+    dataset_fingerprint,
+    index_shapes,
+    load_prepared,
+    read_shapes,
+    read_shapes_from_safetensors,
+    shape_counts,
+)
+from adaptiveload_hf.errors import UserError
+
+
+def table(sizes):
+    return datasets.Dataset.from_dict({"latent_shape": sizes, "caption": ["a"] * len(sizes)})
+
+
+def names(dataset):
+    index = read_shapes(dataset)
+    return [str(index.shapes[bucket]) for bucket in index.bucket_of_sample]
+
+
+def test_a_shape_reads_what_it_writes():
+    assert str(LatentShape.parse("21x60x104")) == "21x60x104"
+    assert LatentShape.parse("21x60x104").pixels() == "81x480x832"
+    assert LatentShape.parse("1x32x32").pixels() == "1x256x256"
+
+
+def test_a_shape_with_two_numbers_is_refused_with_a_hint():
+    with pytest.raises(UserError, match="Write a still as '1x60x104'"):
+        LatentShape.parse("60x104")
+
+
+@pytest.mark.parametrize("text", ["", "21x60", "0x8x8", "-1x8x8", "1x2x3x4", "axbxc", "1x 8x8"])
+def test_what_is_no_shape_is_refused(text):
+    with pytest.raises(UserError):
+        LatentShape.parse(text)
+
+
+def test_tokens_follow_the_patch_and_the_joined_text():
+    assert TokenGeometry().tokens(LatentShape(21, 60, 104)) == 32760
+    assert TokenGeometry((1, 2, 2), text_tokens=333).tokens(LatentShape(1, 128, 128)) == 4096 + 333
+
+
+def test_a_shape_that_the_patch_does_not_divide_is_refused():
+    with pytest.raises(UserError, match="3x5x8 must be a multiple of the transformer's patch 1x2x2"):
+        TokenGeometry().tokens(LatentShape(3, 5, 8))
+
+
+def test_shapes_are_read_sorted_by_size():
+    index = read_shapes(table([[16, 5, 8, 8], [16, 1, 8, 12], [16, 5, 8, 8], [16, 1, 8, 8]]))
+    assert index.shapes == (LatentShape(1, 8, 8), LatentShape(1, 8, 12), LatentShape(5, 8, 8))
+    assert index.bucket_of_sample.tolist() == [2, 1, 2, 0]
+    assert list(shape_counts(index).values()) == [1, 1, 2]
+    assert list(shape_counts(index, np.array([0.5, 2.0, 1.2, 0.0])).values()) == [0, 2, 2]
+
+
+def test_shuffle_select_and_filter_are_honoured():
+    sizes = [[16, f, 8, 8] for f in (1, 5, 9, 13, 17, 21)]
+    dataset = table(sizes).shuffle(seed=3).select([0, 2, 3, 5]).filter(lambda row: row["latent_shape"][1] != 5)
+    assert names(dataset) == ["x".join(map(str, row["latent_shape"][1:])) for row in dataset]
+
+
+def test_no_other_column_is_decoded(tmp_path):
+    broken = tmp_path / "no_image.png"
+    broken.write_bytes(b"not an image")
+    dataset = datasets.Dataset.from_dict({"latent_shape": [[16, 1, 8, 8]], "picture": [str(broken)]})
+    dataset = dataset.cast_column("picture", datasets.Image())
+    assert names(dataset) == ["1x8x8"]
+
+
+def test_a_dataset_without_shapes_is_refused():
+    with pytest.raises(UserError, match="column 'latent_shape'"):
+        read_shapes(datasets.Dataset.from_dict({"caption": ["a"]}))
+    with pytest.raises(UserError, match="found list"):
+        read_shapes([1, 2])
+
+
+def test_a_row_that_is_no_latent_shape_is_named():
+    with pytest.raises(UserError, match=r"sample 1 has \[16, 8, 8\]"):
+        read_shapes(table([[16, 1, 8, 8], [16, 8, 8]]))
+    with pytest.raises(UserError, match="sample 2 has None"):
+        read_shapes(table([[16, 1, 8, 8], [16, 1, 8, 8], None]))
+    with pytest.raises(UserError, match=r"Sample 1 has the latent shape \(0, 8, 8\)"):
+        read_shapes(table([[16, 1, 8, 8], [16, 0, 8, 8]]))
+
+
+def test_an_empty_dataset_is_refused():
+    with pytest.raises(UserError, match="empty"):
+        read_shapes(table([[16, 1, 8, 8]]).select([]))
+
+
+def test_a_million_sizes_group_like_numpy_rows():
+    sizes = np.random.default_rng(0).integers(1, 9, (20_000, 3))
+    index = index_shapes(sizes)
+    back = np.array([[s.frames, s.height, s.width] for s in index.shapes])[index.bucket_of_sample]
+    assert (back == sizes).all()
+
+
+def test_shapes_of_safetensors_come_from_their_headers(tmp_path):
+    save_file({"latent": torch.zeros(16, 5, 8, 12, dtype=torch.bfloat16)}, tmp_path / "b.safetensors")
+    save_file({"latents_1x8x8": torch.zeros(16, 1, 8, 8), "length": torch.zeros(1)}, tmp_path / "a.safetensors")
+    index, files = read_shapes_from_safetensors(tmp_path)
+    assert [file.name for file in files] == ["a.safetensors", "b.safetensors"]
+    assert [str(index.shapes[bucket]) for bucket in index.bucket_of_sample] == ["1x8x8", "5x8x12"]
+
+
+def test_a_folder_of_other_safetensors_is_refused(tmp_path):
+    with pytest.raises(UserError, match="found none"):
+        read_shapes_from_safetensors(tmp_path)
+    save_file({"weight": torch.zeros(3, 3)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"one tensor \[C, F, H, W\] in .*model.safetensors"):
+        read_shapes_from_safetensors(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x05\x00\x00\x00\x00\x00\x00\x00abc")
+    with pytest.raises(UserError, match=r"model.safetensors is not a whole safetensors file"):
+        read_shapes_from_safetensors(tmp_path)
+
+
+def test_a_prepared_dataset_loads_from_either_folder(tmp_path):
+    save_prepared(tmp_path, {"1x8x8": 2, "5x8x8": 1}, channels=4)
+    assert names(load_prepared(tmp_path)) == names(load_prepared(tmp_path / "dataset")) == ["1x8x8", "1x8x8", "5x8x8"]
+
+
+def test_an_absent_or_empty_prepared_dataset_is_refused(tmp_path):
+    with pytest.raises(UserError, match="Expected a prepared dataset"):
+        load_prepared(tmp_path)
+    table([[16, 1, 8, 8]]).select([]).save_to_disk(str(tmp_path / "dataset"))
+    with pytest.raises(UserError, match="is empty"):
+        load_prepared(tmp_path)
+
+
+def test_the_fingerprint_names_the_content_not_the_way_there(tmp_path):
+    dataset = load_prepared(save_prepared(tmp_path, {"1x8x8": 3, "5x8x8": 2}, channels=4))
+    same = load_prepared(save_prepared(tmp_path / "again", {"1x8x8": 3, "5x8x8": 2}, channels=4))
+
+    def of(data, repeats=None):
+        return dataset_fingerprint(data, read_shapes(data), repeats)
+
+    assert of(dataset) == of(same)
+    assert of(dataset) != of(dataset.shuffle(seed=0))
+    assert of(dataset) != of(dataset.select([0, 0, 1, 3, 4]))
+    assert of(dataset) != of(dataset, np.ones(5))

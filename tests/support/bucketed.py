@@ -1,0 +1,46 @@
+"""Bucketed data by counts alone, for tests of plans, schedules and loaders."""
+
+import numpy as np
+
+from adaptiveload_hf.buckets.cost import Roofline
+from adaptiveload_hf.buckets.plan import make_plan
+from adaptiveload_hf.buckets.shapes import BucketIndex, LatentShape
+
+COST = Roofline(0.05, 0.01, 2e-3, 4e-6)
+SHAPES = tuple(LatentShape(f, 4, 4 + 2 * f) for f in (1, 2, 3, 5, 8, 9))
+
+
+def fixed_plan(counts, batch_sizes, world_size, gradient_accumulation_steps, cost=COST):
+    """A plan of `len(counts)` buckets with given batch sizes."""
+    return make_plan(
+        dict(zip(SHAPES, counts)),
+        cost,
+        policy="fixed",
+        batch_sizes=dict(zip(SHAPES, batch_sizes)),
+        world_size=world_size,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+    )
+
+
+def mixed_index(counts, seed=0):
+    """`counts` samples of each bucket, in mixed order."""
+    order = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(counts)), counts))
+    return BucketIndex(SHAPES[: len(counts)], order)
+
+
+def real(schedule):
+    """bool [micro-batches]: which are no padding."""
+    return schedule.loss_weight > 0
+
+
+def segment(schedule, plan, micro_steps, cost=COST):
+    """What BucketDataLoader's state says of `micro_steps` trained micro-steps of a schedule."""
+    return {
+        "world_size": schedule.world_size,
+        "gradient_accumulation_steps": schedule.gradient_accumulation_steps,
+        "plan": plan.to_dict(),
+        "cost_model": {"kind": cost.kind, "parameters": cost.parameters},
+        "balance": schedule.balance,
+        "micro_steps": micro_steps,
+        "digest": schedule.digest,
+    }
