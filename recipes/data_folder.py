@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from media import CLIP_SUFFIXES, STILL_SUFFIXES
+from tqdm import tqdm
 
 from adaptiveload_hf.errors import UserError
 
@@ -26,7 +27,7 @@ class Listing:
 
     def refuse(self, file: str, reason: str):
         self.refused.append({"file": file, "reason": reason})
-        print(f"refused {file}: {reason}", file=sys.stderr)
+        tqdm.write(f"refused {file}: {reason}", file=sys.stderr)
 
 
 def list_samples(root: Path) -> Listing:
@@ -108,7 +109,7 @@ def parse_row(line: bytes, files: dict) -> tuple[str, str | None]:
     except UnicodeDecodeError:
         raise UserError("it is not UTF-8; save the file as UTF-8") from None
     except json.JSONDecodeError as error:
-        raise UserError(f"it is not JSON, or cut short ({error.msg} at column {error.colno})") from None
+        raise UserError(f"it is not JSON, or cut short, at column {error.colno}") from None
     if not isinstance(row, dict) or not isinstance(row.get("file_name"), str):
         raise UserError('it must be an object with a string "file_name"')
     caption = row.get("text")

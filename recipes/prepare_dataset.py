@@ -183,7 +183,7 @@ def encode_parts(root: Path, planned: list[Planned], encoder: Encoder, work: Pat
     """Encodes all samples in parts that are whole or not there; those that an earlier run left are kept.
 
     Returns:
-        The folders of the parts, and the refused samples.
+        The folders of the parts' rows, and the refused samples.
     """
     folders, refused = [], []
     with tqdm(total=len(planned), desc="encoding", unit="sample") as progress:
@@ -194,7 +194,8 @@ def encode_parts(root: Path, planned: list[Planned], encoder: Encoder, work: Pat
                 write_part(root, samples, encoder, folder, progress)
             else:
                 progress.update(len(samples))
-            folders.append(folder)
+            if (folder / "rows").exists():
+                folders.append(folder / "rows")
             refused += json.loads((folder / "refused.json").read_text(encoding="utf-8"))
     return folders, refused
 
@@ -209,23 +210,25 @@ def write_part(root: Path, samples: list[Planned], encoder: Encoder, folder: Pat
         progress.update()
     unfinished = folder.with_name("unfinished-part")
     shutil.rmtree(unfinished, ignore_errors=True)
-    columns = {name: [row[name] for row in rows] for name in FEATURES}
-    datasets.Dataset.from_dict(columns, features=FEATURES).save_to_disk(unfinished)
+    unfinished.mkdir()
+    if rows:
+        datasets.Dataset.from_list(rows, features=FEATURES).save_to_disk(unfinished / "rows")
     (unfinished / "refused.json").write_text(json.dumps(refused), encoding="utf-8")
     os.replace(unfinished, folder)
 
 
-def open_work(work: Path, key: dict):
-    """Makes the folder of unfinished work, or checks that the one that is there belongs to this same run."""
-    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
-    if not work.exists():
-        work.mkdir(parents=True)
-        (work / "key").write_text(digest)
-    elif not (work / "key").exists() or (work / "key").read_text() != digest:
-        raise UserError(
-            f"{work} was left by a run with other options, files or captions. "
-            "Give the options of that run to go on with it, or --overwrite to start afresh."
-        )
+def open_work(output_dir: Path, key: str, overwrite: bool) -> Path:
+    """The folder of this run's unfinished work, made or found again. That of other runs is an error, or dropped."""
+    work = output_dir / f"unfinished-{key[:16]}"
+    for other in set(output_dir.glob("unfinished-*")) - {work}:
+        if not overwrite:
+            raise UserError(
+                f"{other} was left by a run with other options, files, captions or weights. "
+                "Repeat that run to finish it, or give --overwrite to drop its work."
+            )
+        shutil.rmtree(other)
+    work.mkdir(parents=True, exist_ok=True)
+    return work
 
 
 def write_report(output_dir: Path, kept: datasets.Dataset, listing: Listing, cut: list[str]) -> dict[LatentShape, int]:
@@ -247,30 +250,28 @@ def write_report(output_dir: Path, kept: datasets.Dataset, listing: Listing, cut
 
 def prepare(args: argparse.Namespace):
     """Does the whole work; the arguments are those of the command line."""
-    root, output_dir, work = args.instance_data_root, args.output_dir, args.output_dir / "unfinished"
+    root, output_dir = args.instance_data_root, args.output_dir
     if args.max_sequence_length < 1:
         raise UserError(f"--max_sequence_length must be 1 or more, but it is {args.max_sequence_length}.")
     fps = parse_fps(args.fps)
     buckets = parse_buckets(args.video_resolution_buckets, *bucket_steps(args.pretrained_model_name_or_path))
-    if args.overwrite:
-        shutil.rmtree(work, ignore_errors=True)
-    elif (output_dir / "dataset").exists():
+    if (output_dir / "dataset").exists() and not args.overwrite:
         raise UserError(f"{output_dir / 'dataset'} is there already. Give another --output_dir, or --overwrite.")
     listing = list_samples(root)
     planned = plan_samples(root, listing, fps, buckets)
     print(f"{len(planned)} samples can be used, {len(listing.refused)} refused", file=sys.stderr)
     if not planned:
         raise UserError(f"{root} has no picture or clip that can be used. Expected at least one; see docs/data.md.")
-    open_work(work, run_key(args, root, planned))
+    work = open_work(output_dir, run_key(args, planned), args.overwrite)
     text_dtype = torch.bfloat16 if args.mixed_precision == "bf16" else torch.float32
     encoder = Encoder(args.pretrained_model_name_or_path, args.max_sequence_length, text_dtype)
     parts, refused = encode_parts(root, planned, encoder, work)
     for entry in refused:
         listing.refuse(**entry)
-    dataset = datasets.concatenate_datasets([datasets.load_from_disk(part) for part in parts])
-    if len(dataset) == 0:
+    if not parts:
         shutil.rmtree(work)
         raise UserError("No sample could be encoded, for the reasons listed above.")
+    dataset = datasets.concatenate_datasets([datasets.load_from_disk(part) for part in parts])
     datasets.enable_progress_bars()
     dataset.save_to_disk(work / "dataset")
     counts = write_report(output_dir, dataset, listing, encoder.cut_captions(planned))
@@ -282,15 +283,14 @@ def prepare(args: argparse.Namespace):
     print_buckets(counts, output_dir, encoder.pipe.vae_scale_factor_temporal, encoder.pipe.vae_scale_factor_spatial)
 
 
-def run_key(args: argparse.Namespace, root: Path, planned: list[Planned]) -> dict:
-    """What must be the same for unfinished work to be gone on with: the options, and every file and caption."""
+def run_key(args: argparse.Namespace, planned: list[Planned]) -> str:
+    """Digest of what must be the same for unfinished work to be gone on with: options, captions, files and weights."""
     options = {name: str(value) for name, value in vars(args).items() if name not in ("output_dir", "overwrite")}
-    stats = [(root / sample.file).stat() for sample in planned]
-    samples = [
-        (sample.file, stat.st_size, stat.st_mtime_ns, sample.caption, str(sample.bucket))
-        for sample, stat in zip(planned, stats)
-    ]
-    return {"options": options, "samples": samples, "samples_per_part": SAMPLES_PER_PART}
+    files = [args.instance_data_root / sample.file for sample in planned]
+    files += sorted(path for path in Path(args.pretrained_model_name_or_path).rglob("*") if path.is_file())
+    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    captions = [(sample.caption, str(sample.bucket)) for sample in planned]
+    return hashlib.sha256(json.dumps([options, stats, captions, SAMPLES_PER_PART]).encode()).hexdigest()
 
 
 def print_buckets(counts: dict[LatentShape, int], output_dir: Path, frame_step: int, spatial: int):
@@ -323,7 +323,11 @@ def main():
     add("--video_resolution_buckets", nargs="+", required=True, metavar="FxHxW", help="in frames and pixels")
     add("--max_sequence_length", type=int, default=512, help="tokens of a caption, as WanPipeline's (default: 512)")
     add("--mixed_precision", choices=["no", "bf16"], default="no", help="bf16 runs the text encoder in bfloat16")
-    add("--overwrite", action="store_true", help="replace the dataset and the unfinished work in output_dir")
+    add(
+        "--overwrite",
+        action="store_true",
+        help="replace the dataset that is in output_dir, and the work of an unfinished run with other options",
+    )
     args = parser.parse_args()
     datasets.disable_progress_bars()
     with exit_on_user_error(PROGRAM):
