@@ -153,8 +153,10 @@ def simulate(
     else:
         header = ("policy", "balance", "epoch s", "efficiency", "step CV", "compute CV", "samples/s", "tokens/s")
         _print_table(header, [_simulation_row(row) for row in rows])
-    recipe = ["accelerate", "launch", "recipes/train_wan.py", "--bucket_config", config, "--output_dir", "run"]
-    _say_next(*recipe, "--dataset", str(dataset or "PREPARED"), "--pretrained_model_name_or_path", "PIPELINE")
+    accumulation = ("--gradient_accumulation_steps", str(ranks["gradient_accumulation_steps"]))
+    recipe = ("accelerate", "launch", "recipes/train_wan.py", "--bucket_config", config, "--output_dir", "run")
+    data = ("--dataset", str(dataset or "PREPARED"), "--pretrained_model_name_or_path", "PIPELINE")
+    _say_next(*recipe, *data, *accumulation)
 
 
 @app.command()

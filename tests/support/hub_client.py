@@ -8,7 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from support.hub_server import READ_TOKEN, WRITE_TOKEN
-from support.measured import make_config, measure
+from support.measured import fit_config, make_config, measure
 
 from adaptiveload_hf import BucketConfig, UserError
 
@@ -32,7 +32,7 @@ def load(repo_id, cache="cache", **options):
 
 
 config = make_config()
-slower = make_config([replace(m, seconds=2 * m.seconds) for m in measure()])
+slower = fit_config([replace(m, seconds=2 * m.seconds) for m in measure()])
 
 attempt("push", lambda: config.push_to_hub("someone/wan", token=WRITE_TOKEN))
 attempt("load", lambda: same(load("someone/wan"), config))

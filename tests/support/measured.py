@@ -1,5 +1,7 @@
 """A bucket config fitted to steps that follow a known law, as tests of config, command line and report need one."""
 
+import functools
+
 from adaptiveload_hf.buckets.cost import Measurement, MemoryModel, Roofline
 from adaptiveload_hf.buckets.shapes import LatentShape, TokenGeometry
 
@@ -34,12 +36,22 @@ def measure(memory=True):
     ]
 
 
-def make_config(measurements=None, model=MODEL, environment=ENVIRONMENT):
+def fit_config(measurements, model=MODEL, environment=ENVIRONMENT):
     from adaptiveload_hf import BucketConfig
 
-    return BucketConfig.from_measurements(
-        measurements or measure(), model=model, environment=environment, geometry=TokenGeometry()
-    )
+    return BucketConfig.from_measurements(measurements, model=model, environment=environment, geometry=TokenGeometry())
+
+
+@functools.cache
+def _fitted_fields():
+    return dict(fit_config(measure()).config)
+
+
+def make_config(environment=ENVIRONMENT):
+    """The config of `measure()`; fitted once in a process, since that takes a second."""
+    from adaptiveload_hf import BucketConfig
+
+    return BucketConfig(**{**_fitted_fields(), "environment": environment}, measurements=measure())
 
 
 def save_dataset(folder, counts):
