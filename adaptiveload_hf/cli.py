@@ -117,7 +117,10 @@ def plan(
         _print_table(header, [_bucket_row(bucket) for bucket in made.buckets])
     for finding in made.findings:
         _say(finding)
-    _say_next("adaptiveload", "simulate", config, *_source(dataset, shapes), *_rank_options(ranks))
+    options = [*_source(dataset, shapes), *_rank_options(ranks)]
+    options += ["--memory-limit-gib", f"{memory_limit_gib:g}"] if memory_limit_gib is not None else []
+    options += ["--allow-extrapolation"] if allow_extrapolation else []
+    _say_next("adaptiveload", "simulate", config, *options)
 
 
 @app.command()

@@ -88,6 +88,11 @@ def test_plan_prints_a_row_for_each_bucket_and_the_next_command(run):
     )
 
 
+def test_the_next_command_keeps_what_the_plan_needed(run):
+    err = run(*PLAN, "--memory-limit-gib", "12.5", "--allow-extrapolation")[2]
+    assert err.splitlines()[-1].endswith("--memory-limit-gib 12.5 --allow-extrapolation")
+
+
 def test_a_file_of_shapes_gives_the_plan_of_its_dataset(run):
     from_shapes = run("plan", "config", "--shapes", "shapes.json", "--world-size", "4")
     assert from_shapes[:2] == run(*PLAN)[:2]
