@@ -21,8 +21,10 @@ from .distributed import all_ranks_fail_together
 from .errors import UserError
 
 WARM_UP_STEPS = 2
-LEAST_REPEATS, MOST_REPEATS = 3, 10
+LEAST_REPEATS, MOST_REPEATS = 3, 6
 KNOWN_TO = 0.02  # relative standard error of the median at which a point is done
+OFF_THE_FLOOR = 3  # the largest point must take so many times the smallest, or only the floor is seen
+MOST_CLIMBS = 6  # each by a factor of 4
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,40 @@ def choose_points(
     return sorted(points, key=lambda point: (point.all_tokens, point.tokens))
 
 
+def measure_shapes(
+    accelerator: Accelerator,
+    run_step: Callable[[LatentShape, int], None],
+    shapes: Iterable[LatentShape] | Mapping[LatentShape, int],
+    geometry: TokenGeometry,
+    *,
+    max_points: int = 12,
+    output_path: str | os.PathLike,
+) -> list[Measurement]:
+    """Chooses points for these shapes and times them; from nothing to what `BucketConfig.from_measurements` takes.
+
+    First the batch of the shortest shape climbs, four times at once, until a step takes 3 times as long as the
+    shortest one or no longer fits: below that only the floor would be seen, where larger batches are free. Then the
+    points of `choose_points` within that many tokens are timed.
+
+    Args: as in `choose_points` and `measure_steps`; the climb may add a few points to `max_points`.
+
+    Returns:
+        All measurements, the same on every rank.
+    """
+    max_tokens = None
+    for _ in range(MOST_CLIMBS):
+        points = choose_points(shapes, geometry, max_points=max_points, max_tokens=max_tokens)
+        first = points[0]
+        last = max((p for p in points if p.tokens == first.tokens), key=lambda point: point.batch_size)
+        measured = measure_steps(accelerator, run_step, [first, last], output_path=output_path)
+        seconds = {(m.shape, m.batch_size): m.seconds for m in measured if not m.oom}
+        reached = seconds.get((str(last.shape), last.batch_size))
+        if reached is None or reached >= OFF_THE_FLOOR * seconds[str(first.shape), first.batch_size]:
+            break
+        max_tokens = 4 * last.all_tokens
+    return measure_steps(accelerator, run_step, points, output_path=output_path)
+
+
 def measure_steps(
     accelerator: Accelerator,
     run_step: Callable[[LatentShape, int], None],
@@ -92,7 +128,7 @@ def measure_steps(
     """Times `run_step` at each point, the same point on all ranks at a time.
 
     Seconds are those of one micro-step: an optimizer step's wall time divided by K, median over repeats (until its
-    standard error is 2%, 3 to 10 of them, after 2 warm-up steps), of the slowest rank. Peak memory is what the CUDA
+    standard error is 2%, 3 to 6 of them, after 2 warm-up steps), of the slowest rank. Peak memory is what the CUDA
     allocator handed out at most, on the fullest rank; on CPU it is 0.0, "not measured".
 
     An out-of-memory error becomes a measurement with `oom=True`, a bound, and larger points are skipped. With one

@@ -9,22 +9,36 @@ ROOT = Path(__file__).parents[2]
 CPU_CONFIG = ROOT / "accelerate_configs" / "cpu.yaml"
 
 
-def launch(script, *arguments, config=CPU_CONFIG, timeout=120, **environment) -> subprocess.CompletedProcess:
-    """`accelerate launch --config_file <config> script arguments`, output captured."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, "--main_process_port", 0]
-    return run([*command, script, *arguments], timeout=timeout, **environment)
+def command_of(script, *arguments, config=CPU_CONFIG) -> list[str]:
+    """`accelerate launch --config_file <config> script arguments`."""
+    start = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, "--main_process_port", 0]
+    return list(map(str, [*start, script, *arguments]))
 
 
-def run(command, timeout=120, **environment) -> subprocess.CompletedProcess:
-    """Runs a command from the repository's root with one thread, offline and without a GPU."""
-    settings = {
+def environment_of() -> dict[str, str]:
+    """One thread, offline, without a GPU; the package and tests/ are importable."""
+    return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
-        **environment,
     }
+
+
+def launch(script, *arguments, config=CPU_CONFIG, timeout=120) -> subprocess.CompletedProcess:
+    """Runs `command_of(...)` to its end, output captured."""
+    return run(command_of(script, *arguments, config=config), timeout=timeout)
+
+
+def run(command, timeout=120) -> subprocess.CompletedProcess:
+    """Runs a command from the repository's root, output captured."""
     return subprocess.run(
-        list(map(str, command)), cwd=ROOT, env=settings, capture_output=True, text=True, timeout=timeout, check=False
+        list(map(str, command)),
+        cwd=ROOT,
+        env=environment_of(),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
     )

@@ -52,3 +52,19 @@ def save_prepared(
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def save_config(folder, shapes, *, floor=0.1, memory=False) -> Path:
+    """Saves a bucket config whose steps take max(floor, 0.001 s a token) and, with memory, 1 GiB + 0.01 a token."""
+    from adaptiveload_hf import BucketConfig, LatentShape, Measurement, TokenGeometry
+
+    geometry = TokenGeometry()
+    sizes = [(shape, geometry.tokens(LatentShape.parse(shape)), batch) for shape in shapes for batch in (1, 4, 32)]
+    measurements = [
+        Measurement(shape, tokens, batch, max(floor, 1e-3 * batch * tokens), memory * (1 + 0.01 * batch * tokens))
+        for shape, tokens, batch in sizes
+    ]
+    environment = {"world_size": 2, "gradient_accumulation_steps": 2}
+    config = BucketConfig.from_measurements(measurements, model={}, environment=environment, geometry=geometry)
+    config.save_pretrained(folder)
+    return Path(folder)
