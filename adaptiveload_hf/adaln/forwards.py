@@ -1,0 +1,142 @@
+"""How does a class get its rewritten forward?"""
+
+import ast
+import functools
+import inspect
+import linecache
+import types
+
+from torch import nn
+
+from . import ops as fused_ops
+from . import reference
+from .patterns import Site
+from .rewrite import PREFIX, Rewriter
+from .runtime import NORM_OPS, FusedOps, Verdict
+from .source import FunctionSource, LeftEager, future_flags, running_source, shown_source
+
+# Digests of the forwards whose rewrite the tests compare with the original, outputs and all gradients.
+TESTED_SOURCES: dict[str, frozenset[str]] = {}
+
+_BACKENDS = {
+    "auto": (fused_ops, ("cpu", "cuda")),
+    "cuda": (fused_ops, ("cuda",)),
+    "reference": (reference, ("cpu", "cuda")),
+}
+
+
+class RewrittenForward:
+    """The rewritten forward of one class for one choice of ops and backend, shared by its instances.
+
+    Pickles as the class and the choice, and is written anew where it is loaded.
+
+    Args:
+        owner: the class whose own `forward` it is.
+        norms: (path, type) of what the forward calls as `self.<path>` and an op may stand for.
+        names: the ops to use.
+        backend: "auto", "cuda" or "reference".
+        verify: "auto" (compare unless tested), "always" or "never".
+
+    Attributes:
+        name: of the class, with its module.
+        original: the class's own forward.
+        function: the new forward, None if nothing is fused.
+        text: the source of `function`, "" if there is none.
+        sites: all that the source shows.
+        reason: why the forward as a whole stays eager, or None.
+        verdict: what is known of `function`.
+    """
+
+    def __init__(
+        self, owner: type, norms: tuple[tuple[str, type], ...], names: frozenset[str], backend: str, verify: str
+    ):
+        self._made_from = (owner, norms, names, backend, verify)
+        self.name = f"{owner.__module__}.{owner.__qualname__}"
+        self.original = vars(owner)["forward"]
+        self.function: types.FunctionType | None = None
+        self.text = ""
+        self.sites: list[Site] = []
+        self.reason: str | None = None
+        self.verdict = Verdict.TRUSTED
+        try:
+            self._rewrite(verify)
+        except LeftEager as error:
+            self.reason = str(error)
+            for site in self.sites:
+                site.reason = self.reason
+
+    def __reduce__(self):
+        return rewritten_forward, self._made_from
+
+    def __copy__(self):
+        return self
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def _rewrite(self, verify: str) -> None:
+        # First what the file shows, proven or not: a class without sites needs no proof and no place in the report.
+        self.sites = self._rewriter(shown_source(self.original)).sites
+        if not self.sites:
+            return
+        source = running_source(self.original)
+        rewriter = self._rewriter(source)
+        self.sites = rewriter.sites
+        if rewriter.run():
+            self.function, self.text = self._compiled(source)
+            tested = verify == "auto" and source.digest in TESTED_SOURCES.get(self.name, ())
+            if verify != "never":
+                self.verdict = Verdict.TESTED if tested else Verdict.UNCHECKED
+
+    def _rewriter(self, source: FunctionSource) -> Rewriter:
+        _, norms, names, _, _ = self._made_from
+        function_globals = inspect.unwrap(self.original).__globals__
+        kinds = {"gate"} if "gate_residual" in names else set()
+        kinds |= {"modulation"} if names & set(NORM_OPS.values()) else set()
+        return Rewriter(source.tree, function_globals, dict(norms).__contains__, kinds)
+
+    def _compiled(self, source: FunctionSource) -> tuple[types.FunctionType, str]:
+        """Compile a rewritten tree among the globals, and with the defaults, of the original."""
+        original, (_, _, names, backend, _) = self.original, self._made_from
+        factory = ast.parse(f"def make({PREFIX}):\n    return None").body[0]
+        held, made = source.tree, source.tree.name
+        if source.class_name is not None:  # so that private names are mangled as in the class
+            holder = ast.parse(f"class {source.class_name}: pass").body[0]
+            holder.body, held, made = [held], holder, f"{source.class_name}.{made}"
+        factory.body = [held, ast.Return(ast.parse(made, mode="eval").body)]
+        text = f"# {self.name}, rewritten by adaptiveload_hf\n{ast.unparse(ast.fix_missing_locations(factory))}\n"
+        file_name = f"<adaptiveload_hf: {self.name} {id(self):x}>"
+        linecache.cache[file_name] = (len(text), None, text.splitlines(keepends=True), file_name)
+        code = compile(text, file_name, "exec", flags=future_flags(original), dont_inherit=True)
+        namespace: dict = {}
+        exec(code, original.__globals__, namespace)
+        function = namespace["make"](FusedOps(*_BACKENDS[backend], names))
+        function.__defaults__, function.__kwdefaults__ = original.__defaults__, original.__kwdefaults__
+        function.__qualname__, function.__annotations__ = original.__qualname__, original.__annotations__
+        return function, text
+
+
+@functools.cache
+def rewritten_forward(
+    owner: type, norms: tuple[tuple[str, type], ...], names: frozenset[str], backend: str, verify: str
+) -> RewrittenForward:
+    """The `RewrittenForward` of these arguments, made once."""
+    return RewrittenForward(owner, norms, names, backend, verify)
+
+
+def norms_of(module: nn.Module, owner: type) -> tuple[tuple[str, type], ...]:
+    """(path, type) of the norms that the forward of `owner` calls as `self.<path>`, on this module.
+
+    Paths as in the source. A child that is None counts: the branch that calls it never runs on this module.
+    """
+    try:
+        source = shown_source(vars(owner)["forward"])
+    except LeftEager:
+        return ()
+    found = []
+    for path in source.called_on_self():
+        stored = map(source.stored_name, path.split("."))
+        kind = type(functools.reduce(lambda parent, name: getattr(parent, name, ...), stored, module))
+        if kind in NORM_OPS or kind is type(None):
+            found.append((path, kind))
+    return tuple(found)

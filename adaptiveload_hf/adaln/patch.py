@@ -1,0 +1,198 @@
+"""How does an unmodified model get its rewritten forwards, and lose them again?"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Collection, Iterator
+
+import torch
+from diffusers import ModelMixin
+from torch import nn
+
+from ..errors import UserError
+from .forwards import RewrittenForward, norms_of, rewritten_forward
+from .ops import OPS, extension_missing_reason, kernel_backend
+from .patch_report import PatchReport
+from .runtime import run_rewritten
+
+__all__ = ["PatchReport", "patch_model", "patched", "unpatch_model"]
+
+_BACKENDS = ("auto", "cuda", "reference")
+_CHECKS = ("auto", "always", "never")
+_TOP_LEVEL = "a model's top-level forward, which carries root hooks and decorators, is not rewritten"
+
+
+def patch_model(
+    model: nn.Module, *, backend: str = "auto", ops: str | Collection[str] = "all", verify: str = "auto"
+) -> PatchReport:
+    """Run the adaptive layer norms and gated residuals of a diffusers model as fused ops.
+
+    The source of each block's forward is rewritten where `norm(x) * (1 + scale) + shift` and `x + gate * y` are proven
+    to be replaceable, and the result becomes the forward of the instance, below any hook. Weights, their names, the
+    class and all else stay. What is not proven stays eager and is listed. Patching again replaces an earlier patch.
+
+    Args:
+        model: an nn.Module, before or after hooks, PEFT, FSDP2 and DDP; or a pipeline, whose `transformer*` and
+            `controlnet*` components are patched.
+        backend: "auto" (the CUDA kernels where they are built, else the reference), "cuda" or "reference".
+        ops: "all", or the names of the ops to use.
+        verify: compare the first call of a class with its original forward? "auto": unless the tests cover its source,
+            "always" or "never". Compiled code cannot be compared and stays eager until then.
+
+    Returns:
+        PatchReport: `print` it.
+
+    Raises:
+        UserError: an argument is not one of these, backend="cuda" cannot run here, or nothing could be patched.
+    """
+    models = _models_of(model)
+    names = _checked_ops(ops)
+    _check_choice("backend", backend, _BACKENDS)
+    _check_choice("verify", verify, _CHECKS)
+    _check_cuda(backend, names)
+    if backend == "cuda":
+        names = frozenset(name for name in names if kernel_backend(name, "cuda") == "cuda")
+    report = PatchReport({name: _shown_backend(name, backend, models) for name in OPS if name in names})
+    report.extension_missing = extension_missing_reason() if backend == "auto" else None
+    unpatch_model(model)
+    for module in (module for model in models for module in model.modules()):
+        owner = _owner(module)
+        if owner is not None:
+            rewritten = rewritten_forward(owner, norms_of(module, owner), names, backend, verify)
+            report.add(rewritten, _install(module, owner, rewritten))
+    if not report.instances_patched:
+        raise UserError(_nothing_patched(report, models))
+    return report
+
+
+def unpatch_model(model: nn.Module) -> None:
+    """Give every module of a model (or pipeline) its own forward back; what was never patched stays as it is."""
+    for module in (module for model in _models_of(model) for module in model.modules()):
+        for holder, name in _slots(module):
+            forward = getattr(holder, name)
+            if _is_ours(forward):
+                if holder is module and name == "forward" and not forward.had_instance_forward:
+                    del module.forward
+                else:
+                    setattr(holder, name, forward.__wrapped__)
+
+
+@contextlib.contextmanager
+def patched(model: nn.Module, **options) -> Iterator[PatchReport]:
+    """Patch a model for the length of a `with` block. Options are those of `patch_model`."""
+    report = patch_model(model, **options)
+    try:
+        yield report
+    finally:
+        unpatch_model(model)
+
+
+# ------------------------------------------------------------------------------------------- installing
+
+
+def _owner(module: nn.Module) -> type | None:
+    """The class whose forward a module runs, if it is not torch's own."""
+    owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    return None if owner.__module__.split(".")[0] == "torch" else owner
+
+
+def _slots(module: nn.Module) -> Iterator[tuple[object, str]]:
+    """Where the innermost forward may be held, from the inside: (object, attribute)."""
+    registry = vars(module).get("_diffusers_hook")
+    if registry is not None and registry._fn_refs:
+        innermost = registry._fn_refs[0]
+        yield innermost, "forward" if innermost.original_forward is None else "original_forward"
+    if "_hf_hook" in vars(module) and "_old_forward" in vars(module):
+        yield module, "_old_forward"
+    yield module, "forward"
+
+
+def _install(module: nn.Module, owner: type, rewritten: RewrittenForward) -> str | None:
+    """Put a rewritten forward into the innermost slot, or say why not."""
+    if isinstance(module, ModelMixin):
+        return _TOP_LEVEL
+    if rewritten.function is None:
+        return rewritten.reason
+    for holder, name in _slots(module):
+        forward = getattr(holder, name)
+        if inspect.ismethod(forward) and forward.__self__ is module and forward.__func__ is rewritten.original:
+            # `partial` deep-copies and pickles with the module, and then names the copy.
+            new = functools.update_wrapper(functools.partial(run_rewritten, module, rewritten), forward)
+            new.had_instance_forward = "forward" in vars(module)
+            setattr(holder, name, new)
+            return None
+    found = getattr(module.forward, "__qualname__", type(module.forward).__name__)
+    return f"its forward on the instance is not the class's own but {found}"
+
+
+def _is_ours(forward: object) -> bool:
+    return isinstance(forward, functools.partial) and forward.func is run_rewritten
+
+
+# --------------------------------------------------------------------------------------------- arguments
+
+
+def _models_of(model: object) -> list[nn.Module]:
+    components = getattr(model, "components", None)
+    if isinstance(components, dict):
+        wanted = {name: c for name, c in components.items() if name.startswith(("transformer", "controlnet"))}
+        models = [c for c in wanted.values() if isinstance(c, nn.Module)]
+        if not models:
+            raise UserError(
+                f"expected a pipeline with a transformer, but {type(model).__name__} has {', '.join(components)}. "
+                "Pass the model to patch."
+            )
+        return models
+    if isinstance(model, nn.DataParallel):
+        raise UserError(
+            "expected a model for one process per GPU, found nn.DataParallel, whose replicas share one forward. "
+            "Use DistributedDataParallel (accelerate launch)."
+        )
+    if not isinstance(model, nn.Module):
+        raise UserError(f"expected an nn.Module or a diffusers pipeline, found {type(model).__name__}.")
+    return [model]
+
+
+def _check_choice(name: str, value: object, choices: Collection[str]) -> None:
+    if value not in choices:
+        raise UserError(f"{name} must be one of {', '.join(choices)}, but it is {value!r}.")
+
+
+def _checked_ops(ops: str | Collection[str]) -> frozenset[str]:
+    names = OPS if ops == "all" else {ops} if isinstance(ops, str) else ops
+    unknown = sorted(set(names) - set(OPS))
+    if unknown or not names:
+        found = ", ".join(unknown) or "nothing"
+        raise UserError(f'ops must be "all" or some of {", ".join(OPS)}, but it names {found}.')
+    return frozenset(names)
+
+
+def _check_cuda(backend: str, names: Collection[str]) -> None:
+    if backend != "cuda":
+        return
+    if not torch.cuda.is_available():
+        raise UserError('backend="cuda" needs a GPU, and torch sees none here. Use backend="auto".')
+    if reason := extension_missing_reason():
+        raise UserError(f'backend="cuda" needs the CUDA extension, which is missing: {reason}. Or use backend="auto".')
+    if not any(kernel_backend(name, "cuda") == "cuda" for name in names):
+        raise UserError(f'backend="cuda" has no kernel for {", ".join(sorted(names))} yet. Use backend="auto".')
+
+
+def _shown_backend(op: str, backend: str, models: list[nn.Module]) -> str:
+    """Per device that the model may run on: what the op runs there."""
+    if backend != "auto":
+        return backend
+    devices = {parameter.device.type for model in models for parameter in model.parameters()}
+    devices |= {"cuda"} if torch.cuda.is_available() else set()
+    return ", ".join(f"{kernel_backend(op, device)} on {device}" for device in sorted(devices))
+
+
+def _nothing_patched(report: PatchReport, models: list[nn.Module]) -> str:
+    seen = "; ".join(f"{row['class']}: {row['left_eager'] or 'no site'}" for row in report.to_dict()["classes"])
+    if not seen:
+        owners = sorted({owner.__name__ for m in models for module in m.modules() if (owner := _owner(module))})
+        seen = f"no adaptive layer norm or gated residual in {', '.join(owners) or 'torch modules alone'}"
+    return (
+        "expected a model with adaptive layer norms or gated residuals that can be rewritten, found nothing to patch "
+        f"in {', '.join(type(model).__name__ for model in models)} ({seen})."
+    )

@@ -1,0 +1,115 @@
+"""What did patch_model do to a model, and what did it leave?"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from ..errors import UserError
+from .forwards import RewrittenForward
+from .runtime import Verdict
+
+_COLUMNS = ("class", "instances", "modulations", "gates", "how", "left eager because")
+
+
+@dataclass
+class _Row:
+    """One class: its rewritten forwards (several if its instances hold different norms) and how often each is used."""
+
+    forwards: Counter = field(default_factory=Counter)
+    patched: Counter = field(default_factory=Counter)
+    refusals: Counter = field(default_factory=Counter)
+
+    def count(self, kind: str, *, fused: bool) -> int:
+        """Sites of a kind over all instances, in the source: a branch that never runs counts too."""
+        instances = self.patched if fused else self.forwards
+        return sum(
+            number * sum(site.kind == kind and not (fused and site.reason) for site in forward.sites)
+            for forward, number in instances.items()
+            if not (fused and forward.verdict is Verdict.DIFFERS)
+        )
+
+    @property
+    def how(self) -> str:
+        if not self.patched:
+            return "eager"
+        verdicts = sorted({forward.verdict.value for forward in self.patched})
+        return f"rewritten ({', '.join(verdicts)})"
+
+    @property
+    def reasons(self) -> list[str]:
+        reasons = dict.fromkeys(self.refusals)
+        for forward in self.patched:
+            reasons.update((f"{site.text}: {site.reason}", None) for site in forward.sites if site.reason)
+        return list(reasons)
+
+
+class PatchReport:
+    """What `patch_model` found, fused and left. Printed, it is a table and one line for each op.
+
+    Args:
+        backends: for each op, what it runs on.
+    """
+
+    def __init__(self, backends: dict[str, str]):
+        self.backends = backends
+        self.extension_missing: str | None = None
+        self.instances_patched = 0
+        self._rows: dict[str, _Row] = {}
+
+    def add(self, forward: RewrittenForward, refusal: str | None) -> None:
+        """Count one instance; `refusal` says why it was not patched."""
+        if not forward.sites and forward.reason is None:
+            return
+        row = self._rows.setdefault(forward.name, _Row())
+        row.forwards[forward] += 1
+        if forward.function is not None and refusal is None:
+            row.patched[forward] += 1
+            self.instances_patched += 1
+        else:
+            row.refusals.update([refusal] if refusal else [f"{s.text}: {s.reason}" for s in forward.sites])
+
+    def source(self, class_name: str) -> str:
+        """The generated code of a class, named alone or with its module.
+
+        Raises:
+            UserError: no such class was patched.
+        """
+        for name, row in self._rows.items():
+            if row.patched and class_name in (name, name.rpartition(".")[2]):
+                return "\n".join(forward.text for forward in row.patched)
+        patched = ", ".join(name.rpartition(".")[2] for name, row in self._rows.items() if row.patched)
+        raise UserError(f"no class {class_name} was patched. These were: {patched}.")
+
+    def to_dict(self) -> dict:
+        """{"classes": [{"class", "instances", "modulations_fused", "modulations_found", "gates_fused", "gates_found",
+        "how", "left_eager"}], "backends": {op: where}, "extension_missing": str or None}. Counts are of sites in the
+        source, over all instances."""
+        classes = [
+            {
+                "class": name,
+                "instances": row.forwards.total(),
+                "modulations_fused": row.count("modulation", fused=True),
+                "modulations_found": row.count("modulation", fused=False),
+                "gates_fused": row.count("gate", fused=True),
+                "gates_found": row.count("gate", fused=False),
+                "how": row.how,
+                "left_eager": row.reasons,
+            }
+            for name, row in self._rows.items()
+        ]
+        return {"classes": classes, "backends": dict(self.backends), "extension_missing": self.extension_missing}
+
+    def __str__(self) -> str:
+        lines = [_COLUMNS]
+        for row in self.to_dict()["classes"]:
+            counts = [f"{row[f'{kind}_fused']}/{row[f'{kind}_found']}" for kind in ("modulations", "gates")]
+            reasons = row["left_eager"] or [""]
+            name = row["class"].rpartition(".")[2]
+            lines.append((name, str(row["instances"]), *counts, row["how"], reasons[0]))
+            lines += [("", "", "", "", "", reason) for reason in reasons[1:]]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(_COLUMNS) - 1)]
+        table = [" | ".join([*(cell.ljust(w) for cell, w in zip(line, widths)), line[-1]]).rstrip() for line in lines]
+        table.insert(1, "-+-".join("-" * width for width in [*widths, len(_COLUMNS[-1])]))
+        table += ["", *(f"{op}: {where}" for op, where in self.backends.items())]
+        if self.extension_missing:
+            table.append(f"CUDA extension missing: {self.extension_missing}")
+        return "\n".join(table)

@@ -1,0 +1,194 @@
+"""Where does a forward modulate a norm's result or add a gated branch?
+
+Two patterns: `norm(x) * (1 + scale) + shift` and `x + gate * y`, where a variable may hold the norm's result or the
+product, and a cast back to x's dtype may stand around.
+"""
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from .effects import Effects
+
+
+@dataclass
+class Site:
+    """One place where a forward modulates a norm's result or adds a gated branch.
+
+    Args:
+        kind: "modulation" or "gate".
+        text: its expression, shortened.
+        reason: why it stays eager; None once it is fused.
+    """
+
+    kind: str
+    text: str
+    reason: str | None
+
+
+@dataclass
+class Match:
+    """An expression that has the form of a site.
+
+    Args:
+        node: the sum (or product) itself.
+        outer: the cast around it, else `node`.
+        statement: what it stands in.
+        main: the normed value, or x of `x + gate * y`.
+        second: scale, or the product `gate * y`, or the variable that may hold it.
+        shift: of a modulation, None if it has none.
+    """
+
+    site: Site
+    node: ast.BinOp
+    outer: ast.expr
+    statement: ast.stmt
+    main: ast.expr
+    second: ast.expr
+    shift: ast.expr | None = None
+
+    def fold_cast(self, x: ast.expr) -> tuple[ast.expr, bool]:
+        """(x itself, True) if the cast around leads back to the dtype of a variable x, given as `x` or `x.float()`."""
+        cast_to = cast(self.outer)[1] if self.outer is not self.node else None
+        raw_x = without_float(x)
+        if isinstance(raw_x, ast.Name) and isinstance(cast_to, ast.Name) and raw_x.id == cast_to.id:
+            return raw_x, True
+        return x, False
+
+
+class Finder:
+    """Finds the sites of one function.
+
+    Args:
+        effects: the analysis of its tree.
+        is_norm: whether `self.<path>` is a norm that an op stands for; `path` as in the source.
+
+    Attributes:
+        definitions: the statements `v = norm(x)` and `v = gate * y`.
+        matches: all that has the form of a site, in the order of the source.
+    """
+
+    def __init__(self, effects: Effects, is_norm: Callable[[str], bool]):
+        self._effects = effects
+        self._is_norm = is_norm
+        self.definitions = [s for s in effects.statements if self.is_norm_definition(s) or self._is_gate_definition(s)]
+        norms = [self.is_norm_definition(definition) for definition in self.definitions]
+        self._norm_variables = {s.targets[0].id for s, is_norm in zip(self.definitions, norms) if is_norm}
+        self._gate_variables = {s.targets[0].id for s, is_norm in zip(self.definitions, norms) if not is_norm}
+        simple = [s for s in effects.statements if effects.is_simple(s)]
+        self.matches = [match for statement in simple for match in self._find(statement, statement, nested=False)]
+
+    def is_norm_definition(self, statement: ast.stmt) -> bool:
+        """`v = norm(x)`"""
+        return _assigns_variable(statement) and self.is_norm_call(statement.value)
+
+    def _is_gate_definition(self, statement: ast.stmt) -> bool:
+        return _assigns_variable(statement) and self.gate_and_branch(statement.value) is not None
+
+    def is_norm_call(self, node: ast.AST) -> bool:
+        """A call of a known norm of self with one argument."""
+        is_call = isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords
+        path = self._effects.path(node.func) if is_call and not isinstance(node.args[0], ast.Starred) else None
+        return path is not None and self._is_norm(path)
+
+    def gate_and_branch(self, product: ast.AST) -> tuple[ast.expr, ast.expr] | None:
+        """(gate, y) of a product of which exactly one factor is a gate by its name."""
+        for gate, y in _both_ways(product, ast.Mult):
+            if self._is_gate(gate) and not self._is_gate(y):
+                return gate, y
+        return None
+
+    def _is_gate(self, factor: ast.expr) -> bool:
+        words = (getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(factor))
+        return any("gate" in word for word in words) and self._effects.pure(factor)
+
+    def readers(self, definition: ast.Assign) -> list[Match]:
+        """Matches after a definition that use its variable and are not yet fused."""
+        kind, part = ("modulation", "main") if self.is_norm_definition(definition) else ("gate", "second")
+        name = definition.targets[0].id
+        found = [m for m in self.matches if m.site.kind == kind and getattr(getattr(m, part), "id", None) == name]
+        return [m for m in found if m.site.reason is not None and m.statement.lineno > definition.lineno]
+
+    def _find(self, node: ast.AST, statement: ast.stmt, nested: bool) -> Iterator[Match]:
+        inner = cast(node)[0]
+        match = self._modulation(inner, node, statement) or self._gate(inner, node, statement)
+        if match is not None:
+            if nested:
+                match.site.reason = "it stands in a nested function or comprehension"
+                match.main = match.second = ast.Constant(None)
+            yield match
+        nested = nested or isinstance(node, ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp)
+        parts = ast.iter_child_nodes(node) if match is None else (match.main, match.second, match.shift)
+        for part in filter(None, parts):
+            yield from self._find(part, statement, nested)
+
+    def _modulation(self, node: ast.AST, outer: ast.AST, statement: ast.stmt) -> Match | None:
+        for product, shift in _both_ways(node, ast.Add) or [(node, None)]:
+            for normed, factor in _both_ways(product, ast.Mult):
+                scale = _without_one(factor)
+                known = self.is_norm_call(normed) or getattr(normed, "id", None) in self._norm_variables
+                if scale is not None and (known or (shift is not None and not isinstance(normed, ast.Constant))):
+                    site = Site("modulation", shortened(node), "it modulates no result of a known norm")
+                    return Match(site, node, outer, statement, normed, scale, shift)
+        return None
+
+    def _gate(self, node: ast.AST, outer: ast.AST, statement: ast.stmt) -> Match | None:
+        for x, product in _both_ways(node, ast.Add):
+            if self.gate_and_branch(product) or getattr(product, "id", None) in self._gate_variables:
+                site = Site("gate", shortened(node), "its product is not computed in the same basic block")
+                return Match(site, node, outer, statement, x, product)
+        return None
+
+
+def cast(node: ast.AST) -> tuple[ast.AST, ast.expr | None]:
+    """(v, y) for `v.type_as(y)` and `v.to(y.dtype)`, else (node, None)."""
+    method = _method_call(node, 1)
+    if method == "type_as":
+        return node.func.value, node.args[0]
+    if method == "to" and isinstance(node.args[0], ast.Attribute) and node.args[0].attr == "dtype":
+        return node.func.value, node.args[0].value
+    return node, None
+
+
+def without_float(node: ast.expr) -> ast.expr:
+    """`x` for `x.float()`, else the node."""
+    return node.func.value if _method_call(node, 0) == "float" else node
+
+
+def shortened(node: ast.AST) -> str:
+    """The source of a node in at most 60 characters."""
+    text = ast.unparse(node)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _assigns_variable(statement: ast.stmt) -> bool:
+    return (
+        isinstance(statement, ast.Assign)
+        and len(statement.targets) == 1
+        and isinstance(statement.targets[0], ast.Name)
+    )
+
+
+def _both_ways(node: ast.AST, operator: type) -> list[tuple[ast.expr, ast.expr]]:
+    """The operands of a sum or product in both orders; nothing for other nodes."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, operator):
+        return [(node.left, node.right), (node.right, node.left)]
+    return []
+
+
+def _method_call(node: ast.AST, arguments: int) -> str | None:
+    """The name of the method that a node calls with so many positional arguments and nothing else."""
+    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    return node.func.attr if is_call and len(node.args) == arguments and not node.keywords else None
+
+
+def _without_one(node: ast.expr) -> ast.expr | None:
+    """`s` for `1 + s`, and `s[:, None]` for `(1 + s)[:, None]` (`unsqueeze` alike); else None."""
+    for one, scale in _both_ways(node, ast.Add):
+        if isinstance(one, ast.Constant) and type(one.value) in (int, float) and one.value == 1:
+            return scale
+    if isinstance(node, ast.Subscript) and (scale := _without_one(node.value)) is not None:
+        return ast.copy_location(ast.Subscript(scale, node.slice, node.ctx), node)
+    if _method_call(node, 1) == "unsqueeze" and (scale := _without_one(node.func.value)) is not None:
+        return ast.copy_location(ast.Call(ast.Attribute(scale, "unsqueeze", ast.Load()), node.args, []), node)
+    return None

@@ -1,0 +1,260 @@
+"""What does a forward look like whose proven sites are fused?
+
+Each site asks at each call whether the fused op applies, and else runs the original expression:
+
+    (_adaln.modulate(self.norm, x, scale, shift) if _adaln.can_modulate(self.norm, x, scale, shift)
+     else self.norm(x) * (1 + scale) + shift)
+
+What `effects` cannot prove to be movable stays as it is.
+"""
+
+import ast
+import copy
+from collections.abc import Callable, Iterable
+
+from .effects import Effects
+from .patterns import Finder, Match, Site, shortened, without_float
+from .source import LeftEager
+
+PREFIX = "_adaln"
+
+
+class Rewriter:
+    """Rewrites one function, in place.
+
+    Args:
+        function: its tree.
+        function_globals: its globals.
+        is_norm: whether `self.<path>` is a norm that an op stands for; `path` as in the source.
+        kinds: the kinds of site to rewrite, see `Site`.
+    """
+
+    def __init__(
+        self, function: ast.FunctionDef, function_globals: dict, is_norm: Callable[[str], bool], kinds: set[str]
+    ):
+        self._function = function
+        self._kinds = kinds
+        self._effects = Effects(function, function_globals)
+        self._finder = Finder(self._effects, is_norm)
+        self._new_expressions: dict[int, ast.expr] = {}
+        self._new_statements: dict[int, list[ast.stmt]] = {}
+        self._dropped: dict[int, list[ast.Name]] = {}
+        self._number = 0
+
+    @property
+    def sites(self) -> list[Site]:
+        """All that were found, fused or not."""
+        return [match.site for match in self._finder.matches]
+
+    def run(self) -> bool:
+        """Rewrite; whether anything changed. `sites` then tells what and what not.
+
+        Raises:
+            LeftEager: the function as a whole does something that cannot be followed.
+        """
+        self._effects.check_followed()
+        if any(isinstance(n, ast.Name) and n.id.startswith(PREFIX) for n in ast.walk(self._function)):
+            raise LeftEager(f"its forward uses names that begin with {PREFIX}")
+        for match in self._finder.matches:
+            if match.site.kind == "modulation" and self._finder.is_norm_call(match.main):
+                self._attempt([match], lambda match=match: self._fuse_modulation(match))
+            elif match.site.kind == "gate" and isinstance(match.second, ast.BinOp):
+                self._attempt([match], lambda match=match: self._fuse_gate(match))
+        for definition in self._finder.definitions:
+            is_norm = self._finder.is_norm_definition(definition)
+            fuse = self._fuse_held_norm if is_norm else self._fuse_held_product
+            if readers := self._finder.readers(definition):
+                self._attempt(readers, lambda fuse=fuse, d=definition, readers=readers: fuse(d, readers))
+        if self._new_expressions:
+            _Replacer(self._new_expressions, self._new_statements, self._dropped).visit(self._function)
+            ast.fix_missing_locations(self._function)
+            return True
+        return False
+
+    def _attempt(self, matches: list[Match], fuse: Callable[[], Iterable[Match]]) -> None:
+        try:
+            if matches[0].site.kind not in self._kinds:
+                raise LeftEager("its op was not asked for")
+            for match in fuse():
+                match.site.reason = None
+        except LeftEager as error:
+            for match in matches:
+                match.site.reason = str(error)
+
+    # ------------------------------------------------------------------------------ sites of one expression
+
+    def _fuse_modulation(self, match: Match) -> list[Match]:
+        norm, x = match.main.func, match.main.args[0]
+        raw_x, cast_back = match.fold_cast(x)
+        self._check_pure(x, match.second, match.shift)
+        self._check_kept(match.statement, raw_x, match.second)
+        bound_x, use_x = self._bind("x", raw_x)
+        self._modulate(match, cast_back, norm, bound_x, use_x, _copied(match.outer if cast_back else match.node))
+        return [match]
+
+    def _modulate(self, match, cast_back, norm, bound_x, use_x, literal, is_plain=None) -> None:
+        bound_scale, use_scale = self._bind("s", match.second)
+        bound_shift, use_shift = self._bind("t", match.shift or ast.Constant(None))
+        test = _call("can_modulate", norm, bound_x, bound_scale, bound_shift)
+        fused = _call("modulate", norm, use_x, use_scale, use_shift, **_flag(cast_back))
+        test = ast.BoolOp(ast.And(), [is_plain, test]) if is_plain else test
+        self._new_expressions[id(match.outer if cast_back else match.node)] = ast.IfExp(test, fused, literal)
+
+    def _fuse_gate(self, match: Match) -> list[Match]:
+        gate, y = self._finder.gate_and_branch(match.second)
+        x, cast_back = match.fold_cast(match.main)
+        raw_y = without_float(y) if cast_back else y
+        if x is not match.main and not self._effects.pure(raw_y):
+            raise LeftEager("x is cast before its branch is computed")
+        if raw_y is not y:
+            self._check_kept(match.statement, raw_y)
+        # Each operand is evaluated once, in the order of the source.
+        parts = sorted([("x", x), ("y", raw_y), ("gate", gate)], key=lambda item: _position(item[1]))
+        bindings = {name: self._bind(name[0], part) for name, part in parts}
+        substitutes = {id(part): bindings[name][1] for name, part in parts}
+        self._add_gated(match, cast_back, bindings, substitutes)
+        return [match]
+
+    def _add_gated(self, match, cast_back, bindings, substitutes) -> None:
+        """`bindings`: for x, y and gate what evaluates it and what then stands for it."""
+        test = _call("can_gate", **{name: bound for name, (bound, _) in bindings.items()})
+        x, y, gate = (bindings[name][1] for name in ("x", "y", "gate"))
+        fused = _call("gate_residual", x, y, gate, **_flag(cast_back))
+        original = match.outer if cast_back else match.node
+        self._new_expressions[id(original)] = ast.IfExp(test, fused, _copied(original, substitutes))
+        self._drop_after(match.statement, y)
+
+    # -------------------------------------------------------------------------- sites held in a variable
+
+    def _fuse_held_norm(self, definition: ast.Assign, readers: list[Match]) -> list[Match]:
+        """`n = norm(x)` becomes: keep x, and call the norm now only if it is not plain. The uses of n modulate x."""
+        matches = self._only_uses(definition, readers, "main")
+        norm, x = definition.value.func, definition.value.args[0]
+        raw_x, casts_back, norms = without_float(x), [], {ast.unparse(norm): norm}
+        for match in matches:
+            self._check_pure(match.second, match.shift)
+            self._check_kept(match.statement, match.second)
+            norms_between = self._check_movable(definition, match, match.main, self._effects.names(x))
+            norms |= {ast.unparse(other): other for other in norms_between}
+            rebound = self._effects.stored_between(definition, match.statement) & self._effects.names(raw_x)
+            casts_back.append(match.fold_cast(x)[1] and not rebound)
+        if raw_x is not x and not all(casts_back):
+            raise LeftEager("its input is cast, and not every use casts back to the input's dtype")
+        self._check_kept(definition, x)
+        kept_x, normed = self._new_name("x"), self._new_name("n")
+        call = ast.Call(norm, [_copied(x, {id(raw_x): kept_x})], [])
+        is_plain = ast.Compare(normed, [ast.Is()], [ast.Constant(None)])
+        unless_plain = ast.IfExp(_call("is_plain", *norms.values()), ast.Constant(None), call)
+        self._new_statements[id(definition)] = [_assign(kept_x, raw_x), _assign(normed, unless_plain)]
+        for match, cast_back in zip(matches, casts_back):
+            original = {id(match.main): ast.IfExp(is_plain, call, normed)}
+            literal = _copied(match.outer if cast_back else match.node, original)
+            self._modulate(match, cast_back, norm, kept_x, kept_x, literal, is_plain)
+        self._drop_after(matches[-1].statement, kept_x, normed)
+        return matches
+
+    def _fuse_held_product(self, definition: ast.Assign, readers: list[Match]) -> list[Match]:
+        """`v = gate * y` becomes: keep gate and y. The use `x + v` then adds both."""
+        (match, *more) = self._only_uses(definition, readers, "second")
+        if more:
+            raise LeftEager(f"{definition.targets[0].id} is added more than once")
+        gate, y = self._finder.gate_and_branch(definition.value)
+        x, cast_back = match.fold_cast(match.main)
+        raw_y = without_float(y) if cast_back else y
+        kept = self._effects.names(gate) | self._effects.names(raw_y)
+        if self._check_movable(definition, match, match.second, kept):
+            raise LeftEager("a norm is called in between")
+        if raw_y is not y:
+            self._check_kept(definition, raw_y)
+        names = {"y": self._new_name("y"), "gate": self._new_name("g")}
+        parts = sorted([("y", raw_y), ("gate", gate)], key=lambda item: _position(item[1]))
+        self._new_statements[id(definition)] = [_assign(names[name], part) for name, part in parts]
+        bindings = {"x": self._bind("x", x), **{name: (value, value) for name, value in names.items()}}
+        product = _copied(definition.value, {id(part): names[name] for name, part in parts})
+        self._add_gated(match, cast_back, bindings, {id(match.second): product, id(x): bindings["x"][1]})
+        return [match]
+
+    def _only_uses(self, definition: ast.Assign, readers: list[Match], part: str) -> list[Match]:
+        """The matches that read what a definition gives its variable, if nothing else reads it."""
+        name = definition.targets[0].id
+        uses = self._effects.uses(definition, name)
+        matches = [match for match in readers if any(getattr(match, part) is use for use in uses)]
+        if len(matches) != len(uses) or not matches:
+            raise LeftEager(f"{name} is used otherwise too")
+        return matches
+
+    # ------------------------------------------------------------------------------------------ pieces
+
+    def _check_pure(self, *operands: ast.expr | None) -> None:
+        for operand in operands:
+            if not self._effects.pure(operand):
+                raise LeftEager(f"{shortened(operand)} may have an effect")
+
+    def _check_kept(self, statement: ast.stmt, *operands: ast.expr) -> None:
+        """The op keeps these for its backward, where eager may have kept copies."""
+        self._effects.check_unchanged_later(statement, set().union(*map(self._effects.names, operands)))
+
+    def _check_movable(self, definition: ast.Assign, match: Match, use: ast.expr, names: set[str]) -> list[ast.expr]:
+        is_norm_call = self._finder.is_norm_call
+        return self._effects.check_movable(definition, match.statement, use, names, is_norm_call)
+
+    def _new_name(self, letter: str) -> ast.Name:
+        self._number += 1
+        return ast.Name(f"{PREFIX}_{letter}{self._number}", ast.Load())
+
+    def _bind(self, letter: str, operand: ast.expr) -> tuple[ast.expr, ast.expr]:
+        """(what evaluates an operand, what stands for its value afterwards)."""
+        if isinstance(operand, ast.Name | ast.Constant):
+            return operand, operand
+        name = self._new_name(letter)
+        return ast.NamedExpr(ast.Name(name.id, ast.Store()), operand), name
+
+    def _drop_after(self, statement: ast.stmt, *values: ast.expr) -> None:
+        """Let go of tensors once they are used, as eager does with its temporaries."""
+        if not isinstance(statement, ast.Return):
+            ours = [value for value in values if isinstance(value, ast.Name) and value.id.startswith(PREFIX)]
+            self._dropped.setdefault(id(statement), []).extend(ours)
+
+
+class _Replacer(ast.NodeTransformer):
+    """Puts new expressions and statements where the old ones stand; new ones may contain old ones."""
+
+    def __init__(self, expressions: dict[int, ast.expr], statements: dict[int, list[ast.stmt]], dropped: dict):
+        self.expressions = expressions
+        self.statements = statements
+        self.dropped = dropped
+
+    def visit(self, node: ast.AST):
+        if not isinstance(node, ast.stmt):
+            return self.generic_visit(self.expressions.pop(id(node), node))
+        new = [self.generic_visit(statement) for statement in self.statements.get(id(node), [node])]
+        return new + [_assign(name, ast.Constant(None)) for name in self.dropped.get(id(node), ())]
+
+
+def _copied(node, substitutes: dict[int, ast.expr] | None = None):
+    """A deep copy in which nodes, by identity, are replaced."""
+    substitutes = substitutes or {}
+    if id(node) in substitutes:
+        return copy.deepcopy(substitutes[id(node)])
+    if isinstance(node, list):
+        return [_copied(item, substitutes) for item in node]
+    if not isinstance(node, ast.AST):
+        return node
+    return type(node)(**{name: _copied(value, substitutes) for name, value in ast.iter_fields(node)})
+
+
+def _call(function: str, *arguments: ast.expr, **keywords: ast.expr) -> ast.Call:
+    named = [ast.keyword(name, value) for name, value in keywords.items()]
+    return ast.Call(ast.Attribute(ast.Name(PREFIX, ast.Load()), function, ast.Load()), list(arguments), named)
+
+
+def _flag(cast_back: bool) -> dict[str, ast.expr]:
+    return {"cast_back": ast.Constant(True)} if cast_back else {}
+
+
+def _assign(name: ast.Name, value: ast.expr) -> ast.Assign:
+    return ast.Assign([ast.Name(name.id, ast.Store())], value)
+
+
+def _position(node: ast.expr) -> tuple[int, int]:
+    return node.lineno, node.col_offset

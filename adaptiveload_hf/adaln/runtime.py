@@ -1,0 +1,216 @@
+"""Does a fused op apply to this very call, and what runs if not? (Guard 3 of a rewrite.)
+
+`FusedOps` is what rewritten code calls `_adaln`. `run_rewritten` is the forward that `patch` installs. torch.compile
+traces all of it, so nothing counts, logs or caches along the way.
+"""
+
+import types
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from diffusers.models.normalization import FP32LayerNorm, RMSNorm
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.utils import _pytree as pytree
+
+NORM_OPS = {
+    nn.LayerNorm: "layer_norm_modulate",
+    FP32LayerNorm: "layer_norm_modulate",
+    nn.RMSNorm: "rms_norm_modulate",
+    RMSNorm: "rms_norm_modulate",
+}
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_WIDEST_ROW_ON_CUDA = 8192  # of the CUDA kernels
+# Relative L2 difference allowed between a rewritten and an original forward: a few roundings of each dtype.
+_TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+@dataclass(frozen=True)
+class FusedOps:
+    """What rewritten code calls: the checks, and the ops of one backend.
+
+    Args:
+        ops: the module that holds them, `adaln.ops` or `adaln.reference`.
+        device_types: devices that they are used on.
+        names: the ops that may be used.
+    """
+
+    ops: types.ModuleType
+    device_types: tuple[str, ...]
+    names: frozenset[str]
+
+    def is_plain(self, *norms: nn.Module) -> bool:
+        """Whether norms are known ones whose calls do nothing but their arithmetic."""
+        return not torch_module._has_any_global_hook() and all(
+            NORM_OPS.get(type(norm)) in self.names
+            and "forward" not in vars(norm)
+            and not (
+                norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
+            )
+            for norm in norms
+        )
+
+    def can_modulate(self, norm: nn.Module, x: Tensor, scale: Tensor, shift: Tensor | None) -> bool:
+        """Whether `modulate` stands for `norm(x) * (1 + scale) + shift`: equal but for rounding, nothing skipped."""
+        return (
+            self.is_plain(norm)
+            and self._is_stream(x)
+            and _normalized_width(norm) == x.shape[-1]
+            and _affine_fits(norm, x)
+            and _fits_rows(scale, x)
+            and (shift is None or _fits_rows(shift, x))
+        )
+
+    def modulate(
+        self, norm: nn.Module, x: Tensor, scale: Tensor, shift: Tensor | None, cast_back: bool = False
+    ) -> Tensor:
+        """norm(x) * (1 + scale) + shift, of x's dtype with `cast_back`, else of the dtype that eager gives."""
+        if cast_back:
+            out_dtype = x.dtype
+        elif _lowers_to_autocast(norm, x):
+            out_dtype = torch.get_autocast_dtype("cuda")
+        else:
+            out_dtype = torch.promote_types(_norm_dtype(norm, x), scale.dtype)
+            out_dtype = out_dtype if shift is None else torch.promote_types(out_dtype, shift.dtype)
+        if NORM_OPS[type(norm)] == "layer_norm_modulate":
+            affine = {"weight": norm.weight, "bias": norm.bias}
+            return self.ops.layer_norm_modulate(x, scale, shift, eps=norm.eps, out_dtype=out_dtype, **affine)
+        return self.ops.rms_norm_modulate(x, scale, shift, eps=norm.eps, weight=norm.weight, out_dtype=out_dtype)
+
+    def can_gate(self, x: Tensor, y: Tensor, gate: Tensor) -> bool:
+        """Whether `gate_residual` stands for `x + gate * y`."""
+        return self._is_stream(x) and self._is_stream(y) and _same_place(x, y) and _fits_rows(gate, x)
+
+    def gate_residual(self, x: Tensor, y: Tensor, gate: Tensor, cast_back: bool = False) -> Tensor:
+        """x + gate * y, of x's dtype with `cast_back`, else of the dtype that eager gives."""
+        out_dtype = x.dtype
+        if not cast_back:
+            out_dtype = torch.promote_types(torch.promote_types(x.dtype, y.dtype), gate.dtype)
+        return self.ops.gate_residual(x, y, gate, out_dtype=out_dtype)
+
+    def _is_stream(self, x: Tensor) -> bool:
+        return _is_tensor(x) and x.ndim == 3 and x.device.type in self.device_types and _narrow_enough(x)
+
+
+def _is_tensor(x: Tensor) -> bool:
+    """An ordinary tensor (no DTensor, no quantised one) of a dtype that the ops are exact enough for."""
+    return type(x) in (Tensor, nn.Parameter) and x.dtype in _DTYPES
+
+
+def _narrow_enough(x: Tensor) -> bool:
+    return x.device.type != "cuda" or x.shape[-1] <= _WIDEST_ROW_ON_CUDA
+
+
+def _same_place(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and x.device == y.device
+
+
+def _fits_rows(m: Tensor, x: Tensor) -> bool:
+    """[B or 1, 1 or S, D] as broadcasting reads it. (The ops also take frames; eager arithmetic does not.)"""
+    if not _is_tensor(m) or m.ndim != 3 or m.device != x.device or m.shape[2] != x.shape[2]:
+        return False
+    return m.shape[0] in (1, x.shape[0]) and m.shape[1] in (1, x.shape[1])
+
+
+def _affine_fits(norm: nn.Module, x: Tensor) -> bool:
+    """The norm's own weight and bias are plain, on x's device, and of a dtype that eager takes together with x."""
+    if NORM_OPS[type(norm)] == "rms_norm_modulate":
+        return norm.eps is not None and getattr(norm, "bias", None) is None and _fits_column(norm.weight, x, norm)
+    return _fits_column(norm.weight, x, norm) and _fits_column(norm.bias, x, norm)
+
+
+def _fits_column(parameter: Tensor | None, x: Tensor, norm: nn.Module) -> bool:
+    if parameter is None:
+        return True
+    any_dtype = type(norm) in (FP32LayerNorm, RMSNorm) or _lowers_to_autocast(norm, x)
+    return _is_tensor(parameter) and parameter.device == x.device and (any_dtype or parameter.dtype == x.dtype)
+
+
+def _normalized_width(norm: nn.Module) -> int | None:
+    shape = norm.dim if type(norm) is RMSNorm else norm.normalized_shape
+    return shape[0] if len(shape) == 1 else None
+
+
+def _norm_dtype(norm: nn.Module, x: Tensor) -> torch.dtype:
+    """The dtype of norm(x) in eager mode without autocast."""
+    if type(norm) is not RMSNorm or norm.weight is None:
+        return x.dtype
+    half = norm.weight.dtype in (torch.float16, torch.bfloat16)
+    return norm.weight.dtype if half else torch.promote_types(torch.float32, norm.weight.dtype)
+
+
+def _lowers_to_autocast(norm: nn.Module, x: Tensor) -> bool:
+    """CUDA autocast computes these norms in float32, and every consumer casts that down again: do so at once."""
+    return type(norm) in (nn.LayerNorm, nn.RMSNorm) and x.is_cuda and torch.is_autocast_enabled("cuda")
+
+
+# ------------------------------------------------------------------------------------------- the forward
+
+
+class Verdict(Enum):
+    """What is known of a rewritten forward."""
+
+    TESTED = "tested source"
+    UNCHECKED = "not compared yet"
+    TRUSTED = "not compared, as asked"
+    EQUAL = "first call was equal"
+    DIFFERS = "first call differed"
+
+
+def run_rewritten(module: nn.Module, rewritten, /, *args, **kwargs):
+    """The forward that stands in for `type(module).forward`.
+
+    Args:
+        module: whose forward it is (a deep copy of a patched module carries one that names the copy).
+        rewritten: `forwards.RewrittenForward`: `function`, `original` and the `verdict` on both.
+    """
+    if rewritten.verdict in (Verdict.UNCHECKED, Verdict.DIFFERS):
+        return _run_checked(module, rewritten, args, kwargs)
+    return rewritten.function(module, *args, **kwargs)
+
+
+def _run_checked(module: nn.Module, rewritten, args: tuple, kwargs: dict):
+    # A comparison cannot be traced: until one eager call was compared, compiled code is the original.
+    if rewritten.verdict is Verdict.UNCHECKED and not torch.compiler.is_compiling():
+        rewritten.verdict = _compare(module, rewritten, args, kwargs)
+        if rewritten.verdict is Verdict.DIFFERS:
+            warnings.warn(
+                f"The rewritten forward of {rewritten.name} differs from the original, which runs instead. Please "
+                "report this class.",
+                stacklevel=4,
+            )
+    if rewritten.verdict is Verdict.EQUAL:
+        return rewritten.function(module, *args, **kwargs)
+    return rewritten.original(module, *args, **kwargs)
+
+
+@torch.no_grad()
+def _compare(module: nn.Module, rewritten, args: tuple, kwargs: dict) -> Verdict:
+    """Run both forwards on copies of the inputs, with the same random numbers."""
+    original = _run_aside(rewritten.original, module, args, kwargs)
+    if not all(type(t) is Tensor and t.device.type != "meta" and bool(t.isfinite().all()) for t in original):
+        return Verdict.UNCHECKED  # nothing to be learnt from this call
+    fused = _run_aside(rewritten.function, module, args, kwargs)
+    same = len(fused) == len(original) and all(map(_close, fused, original))
+    return Verdict.EQUAL if same else Verdict.DIFFERS
+
+
+def _run_aside(forward: Callable, module: nn.Module, args: tuple, kwargs: dict) -> list[Tensor]:
+    args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
+    devices = {leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.is_cuda}
+    with torch.random.fork_rng(devices=devices):
+        output = forward(module, *args, **kwargs)
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+def _close(fused: Tensor, original: Tensor) -> bool:
+    if fused.shape != original.shape or not original.is_floating_point():
+        return fused.shape == original.shape and torch.equal(fused, original)
+    lowered = torch.is_autocast_enabled("cuda") and fused.dtype == torch.get_autocast_dtype("cuda")
+    if fused.dtype != original.dtype and not lowered:
+        return False
+    error, size = (torch.linalg.vector_norm(t, dtype=torch.float32) for t in (fused - original, original))
+    return bool(error <= _TOLERANCES.get(fused.dtype, 1e-6) * size)
