@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -218,7 +219,9 @@ class BucketDataLoader(DataLoaderStateMixin):
         )
         self._begin_epoch(0, (), global_step=0)
         self._compare_ranks()
-        accelerator.register_for_checkpointing(self)
+        # Weakly: in a reference cycle the garbage collector would close the workers' queues before the workers are
+        # told to stop, and dropping a loader would take 5 seconds a worker.
+        accelerator.register_for_checkpointing(weakref.proxy(self))
 
     @property
     def epoch(self) -> int:

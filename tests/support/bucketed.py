@@ -44,3 +44,31 @@ def segment(schedule, plan, micro_steps, cost=COST):
         "micro_steps": micro_steps,
         "digest": schedule.digest,
     }
+
+
+class CountedConfig:
+    """The part of a BucketConfig that a loader uses: a cost model and plans by it."""
+
+    cost_model = COST
+
+    def plan(self, shape_counts, **options):
+        return make_plan(shape_counts, self.cost_model, **{"target_seconds": 0.2, **options})
+
+
+class NumberedRows:
+    """Row i is {"number": i}: as a dataset of any size that costs nothing."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, index):
+        return {"number": index}
+
+
+def collate_numbers(rows):
+    import torch
+
+    return {"number": torch.tensor([row["number"] for row in rows]), "draw": torch.rand(len(rows))}

@@ -1,0 +1,243 @@
+"""BucketDataLoader in one process: batches, epochs, counters, workers, errors."""
+
+import multiprocessing
+import types
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from support.bucketed import COST, CountedConfig, NumberedRows, collate_numbers, fixed_plan, mixed_index
+from support.prepared import save_prepared
+from torch.utils.data import DataLoader
+
+from adaptiveload_hf.buckets.sampler import BucketBatchSampler, BucketDataLoader, data_rank_and_size
+from adaptiveload_hf.buckets.shapes import load_prepared
+from adaptiveload_hf.errors import UserError
+
+COUNTS = (30, 14, 9, 4)
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate():
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def make(accumulation=2, counts=COUNTS, collate_fn=collate_numbers, **options):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    shapes = options.pop("shapes", mixed_index(counts))
+    dataset = options.pop("dataset", None) or NumberedRows(len(shapes.bucket_of_sample))
+    return BucketDataLoader(
+        dataset, CountedConfig(), accelerator=accelerator, shapes=shapes, collate_fn=collate_fn, **options
+    )
+
+
+def numbers(batches):
+    return [batch["number"].tolist() for batch in batches]
+
+
+def test_an_epoch_hands_out_every_sample_once_with_its_bucket_and_weight():
+    loader = make()
+    schedule = loader.schedule
+    batches = list(loader)
+    assert sorted(sum(numbers(batches), [])) == list(range(sum(COUNTS)))
+    assert len(batches) == schedule.num_micro_steps
+    for step, batch in enumerate(batches):
+        assert batch["micro_step"] == step
+        assert batch["sample_index"].tolist() == batch["number"].tolist() == schedule.micro_batch(step, 0).tolist()
+        assert batch["bucket"] == str(loader.plan.shapes[schedule.bucket[step]])
+        assert type(batch["loss_weight"]) is float and batch["loss_weight"] == schedule.loss_weight[step]
+
+
+def test_prepared_rows_arrive_as_tensors(tmp_path):
+    dataset = load_prepared(save_prepared(tmp_path, {"1x4x4": 9, "3x4x4": 4}, channels=3))
+    accelerator = Accelerator(cpu=True)
+    loader = BucketDataLoader(dataset, CountedConfig(), accelerator=accelerator)
+    for batch in loader:
+        assert batch["latent"].shape[1:] == (3, *map(int, batch["bucket"].split("x")))
+        assert batch["caption"] == [f"sample {index}" for index in batch["sample_index"]]
+
+
+def test_the_epoch_advances_by_itself_and_an_equal_set_epoch_does_nothing():
+    loader = make()
+    first = numbers(loader)
+    assert loader.epoch == 1
+    loader.set_epoch(1)
+    second = numbers(loader)
+    assert loader.epoch == 2 and first != second
+    loader.set_epoch(0)
+    assert numbers(loader) == first
+
+
+def test_leaving_the_loop_at_the_last_batch_still_ends_the_epoch():
+    loader = make()
+    for batch in loader:
+        if batch["micro_step"] == len(loader) - 1:
+            break
+    assert next(iter(loader))["micro_step"] == 0
+    assert loader.epoch == 1
+
+
+def test_an_interrupted_loop_goes_on_where_it_stopped():
+    loader = make(num_workers=2, persistent_workers=True, prefetch_factor=3)
+    whole = numbers(make())
+    found = []
+    for batch in loader:
+        found += numbers([batch])
+        if len(found) == 4:
+            break
+    assert found + numbers(loader) == whole
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_gradients_synchronise_after_every_k_micro_steps_in_every_epoch(accumulation):
+    loader = make(accumulation)
+    model = torch.nn.Linear(1, 1)
+    for _ in range(2):
+        pattern = []
+        for _ in loader:
+            with loader.accelerator.accumulate(model):
+                pattern.append(loader.accelerator.sync_gradients)
+        assert pattern == ([False] * (accumulation - 1) + [True]) * (len(pattern) // accumulation)
+
+
+def test_the_global_step_counts_optimizer_steps_over_epochs():
+    loader = make(accumulation=2)
+    seen = []
+    for _ in range(2):
+        for _ in loader:
+            seen.append(loader.global_step)
+    assert seen == [(i + 1) // 2 for i in range(len(seen))]
+    assert loader.global_step == len(seen) // 2
+
+
+@pytest.mark.parametrize("repeats", [None, np.random.default_rng(0).uniform(0.2, 2, sum(COUNTS))])
+def test_the_number_of_update_steps_is_what_the_epochs_take(repeats):
+    loader = make(accumulation=3, repeats=repeats)
+    planned = loader.num_update_steps(3)
+    assert loader.num_update_steps() == loader.schedule.num_update_steps
+    for _ in range(3):
+        for _ in loader:
+            assert loader.num_update_steps(3) == planned
+    assert loader.global_step == planned == loader.num_update_steps(3)
+
+
+def test_the_loader_draws_nothing_from_the_global_generator():
+    loader = make(num_workers=1)
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    numbers(loader)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_given_batch_sizes_override_the_plan():
+    loader = make(batch_sizes={"1x4x6": 3})
+    assert loader.plan.batch_size_of("1x4x6") == 3
+    assert {len(batch["number"]) for batch in loader if batch["bucket"] == "1x4x6"} <= {2, 3}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_nan_latent_is_one_users_error_without_a_workers_traceback(tmp_path, workers):
+    dataset = load_prepared(save_prepared(tmp_path, {"1x4x4": 9, "3x4x4": 4}, channels=3, nan_in=6))
+    loader = BucketDataLoader(dataset, CountedConfig(), accelerator=Accelerator(cpu=True), num_workers=workers)
+    with pytest.raises(UserError) as caught:
+        list(loader)
+    assert str(caught.value).startswith("The latent of sample 6 (6.mp4) has NaN or infinite values.")
+    assert "Traceback" not in str(caught.value)
+
+
+def worker_memory(rows):
+    """Private memory of this process in MiB."""
+    with open("/proc/self/smaps_rollup") as lines:
+        kib = sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+    return {**collate_numbers(rows), "mib": kib / 1024}
+
+
+def test_workers_hold_no_copy_of_a_large_schedule_and_do_not_grow():
+    loader = make(counts=(900_000, 90_000, 10_000), collate_fn=worker_memory, num_workers=2)
+    memory = []
+    for batch in loader:
+        memory.append(batch["mib"])
+        if len(memory) == 600:
+            break
+    assert max(memory) < 100
+    assert max(memory[300:]) < max(memory[50:150]) + 15
+
+
+@pytest.fixture
+def start_method(request):
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method(request.param, force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn", "forkserver"], indirect=True)
+def test_workers_started_in_any_way_give_the_same_batches(start_method):
+    assert numbers(make(num_workers=1)) == numbers(make())
+
+
+@pytest.mark.parametrize("start_method", ["spawn"], indirect=True)
+def test_a_local_collate_function_is_refused_before_training(start_method):
+    with pytest.raises(UserError, match="Define it at the top level"):
+        make(num_workers=1, collate_fn=lambda rows: {})
+
+
+def test_a_collate_function_must_return_a_dict():
+    with pytest.raises(UserError, match="must return a dict, but returned list"):
+        list(make(collate_fn=list))
+
+
+def test_the_epoch_must_not_change_inside_the_loaders_own_loop():
+    loader = make()
+    with pytest.raises(UserError, match="changed inside the loader's own loop"):
+        for _ in loader:
+            loader.set_epoch(7)
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(UserError, match="on_dataset_change is 'error' or 'new_epoch', but found 'ignore'"):
+        make(on_dataset_change="ignore")
+    with pytest.raises(UserError, match="the dataset has 5 samples, shapes 57"):
+        make(dataset=NumberedRows(5))
+    with pytest.raises(UserError, match="8 micro-steps, but the dataset has 5 samples"):
+        make(accumulation=8, counts=(5,))
+
+
+def sampler(**options):
+    return BucketBatchSampler(
+        mixed_index(COUNTS).bucket_of_sample, fixed_plan(COUNTS, (4, 2, 2, 1), 2, 2), COST, world_size=2, **options
+    )
+
+
+def test_a_plain_dataloader_refuses_to_lose_the_loss_weights():
+    with pytest.raises(UserError, match=r"carry no loss weight, which loss_normalization='token' needs"):
+        next(iter(DataLoader(NumberedRows(sum(COUNTS)), batch_sampler=sampler())))
+    with pytest.raises(UserError, match="loss_weights is None or 'caller'"):
+        sampler(loss_weights="mine")
+
+
+@pytest.mark.parametrize("options", [{"loss_weights": "caller"}, {"loss_normalization": "none"}])
+def test_a_plain_dataloader_gets_every_micro_batch_in_schedule_order(options):
+    batches = sampler(**options)
+    assert not hasattr(batches, "batch_size") and batches.sampler is batches
+    found = [batch["number"].tolist() for batch in DataLoader(NumberedRows(57), batch_sampler=batches)]
+    schedule = batches.schedule
+    ranks = [list(batches.for_rank(rank)) for rank in range(2)]
+    assert found == [ranks[j % 2][j // 2] for j in range(len(batches))]
+    assert len(found) == len(batches) == 2 * len(batches.for_rank(0)) == 2 * schedule.num_micro_steps
+    assert batches.loss_weight(3, 1) == schedule.loss_weight[7]
+    batches.set_epoch(1)
+    assert batches.schedule.digest != schedule.digest
+
+
+def test_tensor_and_context_parallel_peers_share_a_data_rank():
+    for process, expected in enumerate([(0, 3), (0, 3), (1, 3), (1, 3), (2, 3), (2, 3)]):
+        parallelism = types.SimpleNamespace(non_data_parallel_size=2)
+        run = types.SimpleNamespace(process_index=process, num_processes=6, parallelism_config=parallelism)
+        assert data_rank_and_size(run) == expected
+    plain = types.SimpleNamespace(process_index=3, num_processes=4, parallelism_config=None)
+    assert data_rank_and_size(plain) == (3, 4)

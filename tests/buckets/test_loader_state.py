@@ -1,0 +1,233 @@
+"""A BucketDataLoader resumes exactly: with any workers, through accelerate's checkpoints, under another K or plan."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from support.bucketed import CountedConfig, NumberedRows, collate_numbers, mixed_index
+
+from adaptiveload_hf.buckets.sampler import BucketDataLoader
+from adaptiveload_hf.errors import UserError
+
+COUNTS = (30, 14, 9, 4)
+SAMPLES = sum(COUNTS)
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate():
+    yield
+    forget_run()
+
+
+def forget_run():
+    """As a new process would begin."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def make(accumulation=2, counts=COUNTS, seed=0, **options):
+    forget_run()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    index = mixed_index(counts, options.pop("order", 0))
+    rows = NumberedRows(len(index.bucket_of_sample))
+    options.setdefault("collate_fn", collate_numbers)
+    return BucketDataLoader(rows, CountedConfig(), accelerator=accelerator, shapes=index, seed=seed, **options)
+
+
+def train(loader, update_steps):
+    """Batches (sample numbers, weight, position) of the next update_steps optimizer steps, over epochs."""
+    found = []
+    stop = loader.global_step + update_steps
+    while loader.global_step < stop:
+        for batch in loader:
+            found.append((batch["number"].tolist(), batch["loss_weight"], batch["micro_step"], loader.epoch))
+            if len(found) % loader.schedule.gradient_accumulation_steps == 0 and loader.global_step == stop:
+                break
+    return found
+
+
+def samples_of(batches):
+    return [sample for numbers, weight, _, _ in batches for sample in numbers if weight > 0]
+
+
+WORKERS = [
+    {},
+    {"num_workers": 2},
+    {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 4},
+]
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("update_steps", [1, 4, 9, 11])
+def test_a_resumed_run_hands_out_the_same_batches_as_an_uninterrupted_one(workers, update_steps):
+    whole = train(make(**workers), 20)
+    loader = make(**workers)
+    before = train(loader, update_steps)
+    state = loader.state_dict()
+    resumed = make(**workers)
+    resumed.load_state_dict(state)
+    assert resumed.global_step == update_steps
+    assert before + train(resumed, 20 - update_steps) == whole
+
+
+def test_a_state_is_plain_values_and_says_where_training_stands():
+    loader = make()
+    train(loader, 3)
+    state = loader.state_dict()
+    assert json.loads(json.dumps(state)) == state
+    assert (state["epoch"], state["global_step"], state["segments"][0]["micro_steps"]) == (0, 3, 6)
+    resumed = make()
+    resumed.load_state_dict(json.loads(json.dumps(state)))
+    assert resumed.state_dict() == state
+
+
+def test_a_state_at_the_end_of_an_epoch_begins_the_next_one():
+    loader = make()
+    for _ in loader:
+        if loader.end_of_dataloader:
+            state = loader.state_dict()
+    assert (state["epoch"], state["segments"], state["global_step"]) == (1, [], loader.global_step)
+    assert loader.state_dict() == state
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert train(resumed, 3) == train(loader, 3)
+
+
+def test_a_state_between_micro_steps_is_refused():
+    loader = make(accumulation=3)
+    for batch in loader:
+        if batch["micro_step"] == 1:
+            with pytest.raises(UserError, match="2 of 3 micro-steps are done. Save where accelerator.sync_gradients"):
+                loader.state_dict()
+            break
+
+
+def test_an_equal_set_epoch_after_a_resume_keeps_the_position():
+    loader = make()
+    train(loader, 3)
+    resumed = make()
+    resumed.load_state_dict(loader.state_dict())
+    resumed.set_epoch(0)
+    assert train(resumed, 5) == train(loader, 5)
+
+
+def test_accelerates_own_checkpoints_carry_the_loader_and_the_noise(tmp_path):
+    def noisy(loader, update_steps):
+        return [
+            (numbers, torch.rand(2).tolist()) for step in range(update_steps) for numbers, *_ in train(loader, 1)
+        ]
+
+    loader = make(num_workers=2)
+    torch.manual_seed(0)
+    noisy(loader, 4)
+    loader.accelerator.save_state(str(tmp_path))
+    rest = noisy(loader, 12)
+    resumed = make(num_workers=2)
+    resumed.accelerator.load_state(str(tmp_path))
+    assert noisy(resumed, 12) == rest
+
+
+def test_accelerate_prepares_the_loader_as_it_is():
+    loader = make()
+    assert loader.accelerator.prepare(loader) is loader
+
+
+CHANGES = [
+    {"accumulation": 3},
+    {"accumulation": 1, "balance": "none"},
+    {"batch_sizes": {"1x4x6": 2}},
+    {"target_seconds": 0.4},
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_under_another_accumulation_plan_or_balance_the_rest_of_the_epoch_follows(change):
+    loader = make()
+    seen = samples_of(train(loader, 4))
+    resumed = make(**change)
+    resumed.load_state_dict(loader.state_dict())
+    assert resumed.global_step == 4
+    rest = [batch for batch in resumed]
+    for batch in rest:
+        seen += batch["number"].tolist() if batch["loss_weight"] > 0 else []
+    assert sorted(seen) == list(range(SAMPLES))
+    assert (resumed.epoch, resumed.global_step) == (1, 4 + len(rest) // resumed.schedule.gradient_accumulation_steps)
+
+
+def test_after_a_resume_accelerate_counts_from_an_optimizer_step_boundary(tmp_path):
+    loader = make(accumulation=3)
+    model = torch.nn.Linear(1, 1)
+    for _ in loader:
+        with loader.accelerator.accumulate(model):
+            pass
+        if loader.global_step == 1:
+            break
+    assert loader.accelerator.step == 3
+    loader.accelerator.save_state(str(tmp_path))
+    resumed = make(accumulation=4)
+    resumed.accelerator.load_state(str(tmp_path))
+    pattern = []
+    for _ in resumed:
+        with resumed.accelerator.accumulate(model):
+            pattern.append(resumed.accelerator.sync_gradients)
+    assert pattern == [False, False, False, True] * (len(pattern) // 4)
+
+
+def test_a_ledger_of_twenty_interruptions_and_plan_changes_over_three_epochs_balances():
+    random = np.random.default_rng(0)
+    seen = {}
+    state, planned = None, []
+    for attempt in range(20):
+        loader = make(
+            accumulation=int(random.integers(1, 4)),
+            batch_sizes={"1x4x6": int(random.integers(1, 9)), "2x4x8": int(random.integers(1, 5))},
+            balance=str(random.choice(["none", "step", "window:2", "auto"])),
+        )
+        if state is not None:
+            loader.load_state_dict(state)
+        planned.append(loader.num_update_steps(3) - loader.global_step)
+        steps = int(random.integers(1, 5)) if attempt < 19 else max(1, planned[-1])
+        for numbers, weight, _, epoch in train(loader, min(steps, planned[-1])) if planned[-1] > 0 else []:
+            if weight > 0:
+                seen.setdefault(epoch, []).extend(numbers)
+        state = copy.deepcopy(loader.state_dict())
+    assert state["epoch"] == 3
+    assert {epoch: sorted(found) for epoch, found in seen.items()} == {e: list(range(SAMPLES)) for e in range(3)}
+
+
+def test_another_dataset_is_refused_by_name():
+    loader = make()
+    train(loader, 3)
+    for other in ({"counts": (31, 14, 9, 4)}, {"order": 1}, {"repeats": np.ones(SAMPLES)}):
+        resumed = make(**other)
+        with pytest.raises(UserError, match=r"another dataset: expected 57 samples \w+, found 5\d samples"):
+            resumed.load_state_dict(loader.state_dict())
+
+
+def test_another_dataset_may_begin_a_new_epoch_with_the_global_step_kept():
+    loader = make()
+    train(loader, 3)
+    resumed = make(counts=(31, 14, 9, 4), on_dataset_change="new_epoch")
+    resumed.load_state_dict(loader.state_dict())
+    assert (resumed.epoch, resumed.global_step) == (1, 3)
+    assert sorted(samples_of(train(resumed, resumed.schedule.num_update_steps))) == list(range(SAMPLES + 1))
+
+
+def test_another_seed_or_format_is_refused():
+    state = make().state_dict()
+    with pytest.raises(UserError, match="order has seed 0, but found 7"):
+        make(seed=7).load_state_dict(state)
+    with pytest.raises(UserError, match="state of format 1, but found 9"):
+        make().load_state_dict({**state, "format_version": 9})
+
+
+def test_a_state_loaded_inside_the_loop_is_refused():
+    loader = make()
+    state = loader.state_dict()
+    with pytest.raises(UserError, match="changed inside the loader's own loop"):
+        for _ in loader:
+            loader.load_state_dict(state)
