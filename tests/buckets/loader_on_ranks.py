@@ -1,4 +1,4 @@
-"""Run on several ranks by test_loader_distributed.py: `loader_on_ranks.py MODE FOLDER`; writes FOLDER/MODE-RANK.json."""
+"""Run on several ranks by test_loader_distributed.py with MODE and FOLDER; each writes FOLDER/MODE-RANK.json."""
 
 import json
 import sys
@@ -10,6 +10,7 @@ from accelerate.utils import ParallelismConfig
 from support.bucketed import COST, CountedConfig, NumberedRows, collate_numbers, fixed_plan, mixed_index
 from torch.utils.data import DataLoader
 
+from adaptiveload_hf import make_accelerator
 from adaptiveload_hf.buckets.sampler import BucketBatchSampler, BucketDataLoader
 from adaptiveload_hf.errors import UserError
 
@@ -99,17 +100,17 @@ def fail(accelerator, folder):
 
 
 def peers(accelerator, folder):
-    """Two ranks of one tensor-parallel group."""
+    """Two ranks of one context-parallel group."""
     loader = make_loader(accelerator)
     return {"world_size": loader.schedule.world_size, "batches": [facts(loader, batch) for batch in loader]}
 
 
 def main():
     mode, folder = sys.argv[1], Path(sys.argv[2])
-    options = {"gradient_accumulation_steps": 1 if mode == "resume" else 2}
-    if mode == "peers":
-        options["parallelism_config"] = ParallelismConfig(tp_size=2)
-    accelerator = Accelerator(**options)
+    if mode == "peers":  # accelerate builds a mesh on CPU only as FSDP, which make_accelerator switches on there
+        accelerator = make_accelerator(gradient_accumulation_steps=2, parallelism_config=ParallelismConfig(cp_size=2))
+    else:
+        accelerator = Accelerator(gradient_accumulation_steps=1 if mode == "resume" else 2)
     found = {"train": train, "resume": resume, "fail": fail, "peers": peers}[mode](accelerator, folder)
     (folder / f"{mode}-{accelerator.process_index}.json").write_text(json.dumps(found))
     accelerator.wait_for_everyone()

@@ -60,7 +60,7 @@ def test_rows_of_two_shapes_are_refused(dataset):
 
 
 def test_normalised_and_raw_latents_do_not_mix(dataset):
-    with pytest.raises(UserError, match="holds normalised and raw latents: sample 0 .* sample 1"):
+    with pytest.raises(UserError, match=r"holds normalised and raw latents: sample 0 .* sample 1"):
         collate_prepared(rows_of(dataset, latent_normalized=False))
 
 

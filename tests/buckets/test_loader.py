@@ -1,7 +1,10 @@
 """BucketDataLoader in one process: batches, epochs, counters, workers, errors."""
 
+import gc
 import multiprocessing
+import time
 import types
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -43,7 +46,7 @@ def test_an_epoch_hands_out_every_sample_once_with_its_bucket_and_weight():
     loader = make()
     schedule = loader.schedule
     batches = list(loader)
-    assert sorted(sum(numbers(batches), [])) == list(range(sum(COUNTS)))
+    assert sorted(chain(*numbers(batches))) == list(range(sum(COUNTS)))
     assert len(batches) == schedule.num_micro_steps
     for step, batch in enumerate(batches):
         assert batch["micro_step"] == step
@@ -196,6 +199,15 @@ def test_the_epoch_must_not_change_inside_the_loaders_own_loop():
     with pytest.raises(UserError, match="changed inside the loader's own loop"):
         for _ in loader:
             loader.set_epoch(7)
+
+
+def test_dropping_a_loader_does_not_wait_for_its_workers():
+    loader = make(num_workers=2, persistent_workers=True)
+    next(iter(loader))
+    start = time.monotonic()
+    del loader
+    gc.collect()
+    assert time.monotonic() - start < 4
 
 
 def test_wrong_arguments_are_refused():

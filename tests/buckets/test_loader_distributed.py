@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,10 @@ def torchrun(ranks, script, *arguments, timeout=120):
 def on_ranks(ranks, mode, folder):
     result = torchrun(ranks, "loader_on_ranks.py", mode, folder)
     assert result.returncode == 0, result.stderr[-3000:]
+    return results(ranks, mode, folder)
+
+
+def results(ranks, mode, folder):
     return [json.loads((folder / f"{mode}-{rank}.json").read_text()) for rank in range(ranks)]
 
 
@@ -64,7 +69,7 @@ def test_the_plain_prepare_route_shards_every_epoch_without_loss_or_repetition(t
     for epoch in range(2):
         ranks = [rank["plain"][epoch] for rank in trained]
         assert len(ranks[0]) == len(ranks[1])
-        assert sorted(sum(ranks[0] + ranks[1], [])) == list(range(SAMPLES))
+        assert sorted(chain(*ranks[0], *ranks[1])) == list(range(SAMPLES))
     assert trained[0]["plain"][0] != trained[0]["plain"][1]
 
 
@@ -85,8 +90,10 @@ def test_a_bad_sample_on_one_rank_ends_the_whole_run_soon(folder):
     assert time.monotonic() - start < 60
 
 
-def test_tensor_parallel_peers_get_the_same_batches(folder):
-    first, second = on_ranks(2, "peers", folder)
+def test_context_parallel_peers_get_the_same_batches(folder):
+    result = launch(HERE / "loader_on_ranks.py", "peers", folder)
+    assert result.returncode == 0, result.stderr[-3000:]
+    first, second = results(2, "peers", folder)
     assert first == second
     assert first["world_size"] == 1
     assert sorted(counted(first["batches"])) == list(range(SAMPLES))

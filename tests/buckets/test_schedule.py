@@ -1,5 +1,7 @@
 """What must hold for every schedule: nothing lost, nothing twice, equal work for all ranks, exact loss weights."""
 
+import time
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -148,7 +150,7 @@ def test_balance_window_moves_micro_batches_within_its_window_only():
 @given(jobs(), st.integers(0, 9))
 def test_each_wider_window_is_at_least_as_even(job, seed):
     found = [efficiency(job.schedule(balance=b, seed=seed)) for b in ("none", "step", "window:2", "window:4")]
-    assert all(later >= earlier - 1e-9 for earlier, later in zip(found, found[1:]))
+    assert all(later >= earlier - 1e-9 for earlier, later in pairwise(found))
 
 
 def test_auto_takes_the_smallest_window_that_reaches_the_wanted_efficiency():
@@ -169,7 +171,7 @@ def test_no_rank_is_always_the_slowest():
 
 
 def step_losses(schedule, losses):
-    """What mean over a micro-batch, mean over ranks and division by K make of per-sample losses, per optimizer step."""
+    """Per optimizer step: mean over each micro-batch, weighted, mean over ranks, divided by K."""
     means = np.array([losses[batch].mean() for batch in np.split(schedule.sample_order, schedule.offsets[1:-1])])
     group = schedule.world_size * schedule.gradient_accumulation_steps
     return (schedule.loss_weight * means).reshape(-1, group).mean(axis=1)
@@ -225,7 +227,9 @@ def test_whole_repeats_are_exact():
 
 def test_too_few_samples_for_an_optimizer_step_are_refused():
     with pytest.raises(UserError, match="4 ranks x 3 micro-steps, but the dataset gives 11 samples"):
-        schedule_epoch(np.zeros(11, int), fixed_plan([11], [2], 1, 1), COST, world_size=4, gradient_accumulation_steps=3)
+        schedule_epoch(
+            np.zeros(11, int), fixed_plan([11], [2], 1, 1), COST, world_size=4, gradient_accumulation_steps=3
+        )
 
 
 @pytest.mark.parametrize(
@@ -250,8 +254,6 @@ def test_samples_of_no_bucket_of_the_plan_are_refused():
 
 
 def test_the_next_batch_of_a_large_epoch_costs_microseconds():
-    import time
-
     job = Job((300_000, 100_000, 50_000), (64, 16, 4), 64, 4)
     schedule = job.schedule()
     start = time.perf_counter()
