@@ -6,6 +6,7 @@ import os
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from .errors import UserError
 WARM_UP_STEPS = 2
 LEAST_REPEATS, MOST_REPEATS = 3, 6
 KNOWN_TO = 0.02  # relative standard error of the median at which a point is done
+ENOUGH_SECONDS = 5.0  # of timed steps: where they are long, or a shared machine is noisy, the least repeats do
 OFF_THE_FLOOR = 3  # the largest point must take so many times the smallest, or only the floor is seen
 MOST_CLIMBS = 6  # each by a factor of 4
 
@@ -128,8 +130,8 @@ def measure_steps(
     """Times `run_step` at each point, the same point on all ranks at a time.
 
     Seconds are those of one micro-step: an optimizer step's wall time divided by K, median over repeats (until its
-    standard error is 2%, 3 to 6 of them, after 2 warm-up steps), of the slowest rank. Peak memory is what the CUDA
-    allocator handed out at most, on the fullest rank; on CPU it is 0.0, "not measured".
+    standard error is 2% or they took 5 s; 3 to 6 of them, after 2 warm-up steps), of the slowest rank. Peak memory is
+    what the CUDA allocator handed out at most, on the fullest rank; on CPU it is 0.0, "not measured".
 
     An out-of-memory error becomes a measurement with `oom=True`, a bound, and larger points are skipped. With one
     unsharded process the benchmark goes on. Otherwise ranks that stand in a collective cannot be brought back: the
@@ -152,12 +154,10 @@ def measure_steps(
     measurements = _read_earlier(accelerator, output_path)
     done = {(str(m.shape), m.batch_size) for m in measurements}
     bound = min((m.batch_size * m.tokens for m in measurements if m.oom), default=sys.maxsize)
-    pending = [p for p in points if (str(p.shape), p.batch_size) not in done]
-    bar = tqdm(total=len(pending), desc="measuring", unit="point", disable=not accelerator.is_main_process)
+    bar = tqdm(list(points), desc="measuring", unit="point", disable=not accelerator.is_main_process)
     with all_ranks_fail_together(accelerator), bar:
-        for point in pending:
-            bar.update()
-            if point.all_tokens >= bound:
+        for point in bar:
+            if (str(point.shape), point.batch_size) in done or point.all_tokens >= bound:
                 continue
             bar.set_postfix_str(f"{point.shape} B={point.batch_size}")
             measurement = _measure(accelerator, run_step, point, output_path)
@@ -166,6 +166,7 @@ def measure_steps(
             measurements.append(measurement)
             if output_path is not None and accelerator.is_main_process:
                 append_line(output_path, measurement.to_json())
+            accelerator.wait_for_everyone()  # a rank that dies at the next point must not take this line with it
         if all(measurement.oom for measurement in measurements):
             raise UserError(
                 "at least one step must fit into memory, but none did. Use more GPUs, activation checkpointing or "
@@ -222,7 +223,7 @@ def _time_point(accelerator, run_step, point: Point) -> tuple[list[float], float
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     repeats = []  # [repeat][rank]; equal on all ranks, so all stop together
-    while len(repeats) < MOST_REPEATS and not _median_is_known([max(ranks) for ranks in repeats]):
+    while len(repeats) < MOST_REPEATS and not _is_known([max(ranks) for ranks in repeats], accelerator):
         accelerator.wait_for_everyone()
         _wait_for_device(accelerator)
         start = time.perf_counter()
@@ -234,10 +235,12 @@ def _time_point(accelerator, run_step, point: Point) -> tuple[list[float], float
     return [statistics.median(rank) for rank in zip(*repeats)], max(_gather(accelerator, peak_gib))
 
 
-def _median_is_known(seconds: list[float]) -> bool:
-    """Whether the standard error of the median, 1.25 * std / sqrt(n), is within KNOWN_TO of it."""
+def _is_known(seconds: list[float], accelerator) -> bool:
+    """Whether the standard error of the median, 1.25 * std / sqrt(n), is within KNOWN_TO of it, or time is up."""
     if len(seconds) < LEAST_REPEATS:
         return False
+    if sum(seconds) * accelerator.gradient_accumulation_steps > ENOUGH_SECONDS:
+        return True
     error = 1.25 * statistics.stdev(seconds) / len(seconds) ** 0.5
     return error <= KNOWN_TO * statistics.median(seconds)
 
@@ -257,9 +260,7 @@ def _read_earlier(accelerator, output_path) -> list[Measurement]:
     if output_path is not None and accelerator.is_main_process and Path(output_path).exists():
         earlier, problems = read_measurements(output_path)
         for problem in problems:
-            tqdm.write(problem, file=sys.stderr)
-        if earlier:
-            tqdm.write(f"{output_path}: {len(earlier)} points were measured before, going on", file=sys.stderr)
+            warnings.warn(f"{problem}; the other lines are kept", stacklevel=3)
         found = [earlier]
     return broadcast_object_list(found)[0]
 

@@ -94,7 +94,10 @@ def test_an_interrupted_benchmark_goes_on_where_it_stopped(accelerator, tmp_path
     with open(path, "a") as file:
         file.write('{"shape": "4x2x2", "tok')  # a line that was cut short
     seen.clear()
-    measurements = measure_steps(accelerator, lambda *_: seen.append(_), [point(4, 1), point(4, 3)], output_path=path)
+    with pytest.warns(UserWarning, match="line 2.*the other lines are kept"):
+        measurements = measure_steps(
+            accelerator, lambda *point: seen.append(point), [point(4, 1), point(4, 3)], output_path=path
+        )
     assert {batch for _, batch in seen} == {3}
     assert [m.batch_size for m in measurements] == [1, 3]
     kept, problems = read_measurements(path)

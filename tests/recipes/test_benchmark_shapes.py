@@ -1,0 +1,81 @@
+"""Does one command go from a model and a dataset to a bucket config, and go on after an interruption?"""
+
+import json
+import sys
+
+import benchmark_shapes
+import pytest
+from support.accelerators import fresh_accelerate
+from support.launch import ROOT, launch
+from support.prepared import save_prepared
+
+from adaptiveload_hf import BucketConfig, LatentShape, Measurement, TokenGeometry, UserError
+from adaptiveload_hf.benchmark import append_line, choose_points
+
+RECIPE = ROOT / "recipes" / "benchmark_shapes.py"
+COUNTS = {"1x4x4": 9, "2x4x8": 6, "5x4x8": 5}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return save_prepared(tmp_path_factory.mktemp("prepared"), COUNTS)
+
+
+def arguments(pipeline, dataset, output_dir, *extra):
+    return [
+        *("--pretrained_model_name_or_path", pipeline, "--dataset", dataset, "--output_dir", output_dir),
+        *("--gradient_accumulation_steps", 2, "--max_points", 3, *extra),
+    ]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_one_command_measures_the_sharded_step_fits_plans_simulates_and_writes(tiny_pipeline, dataset, tmp_path):
+    output = tmp_path / "config"
+    done = launch(RECIPE, *arguments(tiny_pipeline, dataset, output))
+    assert done.returncode == 0, done.stderr
+
+    config = BucketConfig.from_pretrained(output)
+    assert config.geometry.patch_size == (1, 2, 2)
+    environment = config.environment
+    assert (environment["world_size"], environment["gradient_accumulation_steps"]) == (2, 2)
+    assert (environment["strategy"], environment["patched"], environment["dtype"]) == ("fsdp2", True, "float32")
+    assert len(config.measurements) >= 3
+    for measured in config.measurements:
+        assert measured.seconds == max(measured.rank_seconds)
+        assert len(measured.rank_seconds) == 2
+        assert measured.peak_gib == 0.0
+    lines = (output / "measurements.jsonl").read_text().splitlines()
+    assert [json.loads(line)["batch_size"] for line in lines] == [m.batch_size for m in config.measurements]
+    assert {str(bucket.shape): bucket.count for bucket in config.example_plan.buckets} == COUNTS
+    counts = {LatentShape.parse(shape): count for shape, count in COUNTS.items()}
+    assert config.plan(counts, world_size=2, gradient_accumulation_steps=2).batch_size_of(LatentShape(5, 4, 8)) >= 1
+
+    assert "(used)" in done.stdout
+    for shape in COUNTS:
+        assert shape in done.stdout
+    assert "equal_token" in done.stdout
+    assert "WanTransformerBlock" in done.stderr, "the patch report"
+    assert "recipes/train_wan.py" in done.stderr.strip().splitlines()[-1]
+
+
+def test_what_was_measured_before_is_kept_but_never_mixed_with_another_setup(
+    tiny_pipeline, dataset, tmp_path, monkeypatch
+):
+    for point in choose_points([LatentShape.parse(shape) for shape in COUNTS], TokenGeometry(), max_points=6):
+        seconds = max(0.1, 5e-3 * point.all_tokens)
+        measured = Measurement(str(point.shape), point.tokens, point.batch_size, seconds, 0.0, (seconds,))
+        append_line(tmp_path / "measurements.jsonl", measured.to_json())
+    before = (tmp_path / "measurements.jsonl").read_text()
+
+    def benchmark(*extra):
+        words = [*arguments(tiny_pipeline, dataset, tmp_path, "--max_points", 6, *extra)]
+        monkeypatch.setattr(sys, "argv", ["", *map(str, words)])
+        with fresh_accelerate(ACCELERATE_USE_CPU="true"):
+            benchmark_shapes.main()
+
+    benchmark()
+    assert (tmp_path / "measurements.jsonl").read_text() == before, "nothing was left to measure"
+    assert BucketConfig.from_pretrained(tmp_path).cost_model.seconds(1, 4) == pytest.approx(0.1, rel=0.1)
+    with pytest.raises(UserError, match=r"another set-up:\n  environment.patched: True there, False now"):
+        benchmark("--no_patch")
