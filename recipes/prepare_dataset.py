@@ -212,7 +212,8 @@ def write_part(root: Path, samples: list[Planned], encoder: Encoder, folder: Pat
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
     if rows:
-        datasets.Dataset.from_list(rows, features=FEATURES).save_to_disk(unfinished / "rows")
+        columns = {name: [row[name] for row in rows] for name in FEATURES}
+        datasets.Dataset.from_dict(columns, features=FEATURES).save_to_disk(unfinished / "rows")
     (unfinished / "refused.json").write_text(json.dumps(refused), encoding="utf-8")
     os.replace(unfinished, folder)
 
