@@ -212,7 +212,7 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
             shape_counts: samples by `LatentShape`.
             memory_limit_gib: None takes (1 - MEMORY_RESERVE) of the GPU memory that the config was measured with, or
                 of this machine's GPU where that is smaller; the plan's findings state it. Without measured memory
-                there is no limit.
+                the largest micro-batch that was measured is the limit.
             the rest: as in `make_plan`.
 
         Returns: `BucketPlan`.
@@ -285,7 +285,8 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
 
     def _plan_options(self, world_size, memory_limit_gib):
         """What this config adds to the arguments of `make_plan`, and what the user should know of it."""
-        tokens = [measurement.tokens for measurement in self.measurements if not measurement.oom]
+        fitted = [measurement for measurement in self.measurements if not measurement.oom]
+        tokens = [measurement.tokens for measurement in fitted]
         findings = []
         if memory_limit_gib is None and self.memory_model is not None:
             memories = (self.environment.get("gpu_memory_gib"), current_environment()["gpu_memory_gib"])
@@ -301,6 +302,7 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         options = {
             "geometry": self.geometry,
             "memory_limit_gib": memory_limit_gib,
+            "m_mem_tokens": max(measurement.batch_size * measurement.tokens for measurement in fitted),
             "measured_tokens": (min(tokens), max(tokens)),
         }
         return options, findings

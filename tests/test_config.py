@@ -273,14 +273,15 @@ def test_a_given_memory_limit_counts(config):
     assert max(bucket.gib for bucket in plan.buckets) <= 20
 
 
-def test_without_measured_memory_there_is_no_limit_and_it_is_said(tmp_path, monkeypatch):
+def test_without_measured_memory_the_largest_measured_micro_batch_is_the_limit_and_it_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr("adaptiveload_hf.card.can_draw", lambda: False)
     fit_config(measure(memory=False)).save_pretrained(tmp_path)
     config = BucketConfig.from_pretrained(tmp_path)
     assert config.memory_model is None
     plan = config.plan(COUNTS, **RANKS)
-    assert plan.m_mem_tokens is None
-    assert plan.findings[0].startswith("No memory model or limit")
+    assert plan.m_mem_tokens == max(m.batch_size * m.tokens for m in config.measurements)
+    assert max(bucket.batch_size * bucket.tokens for bucket in plan.buckets) <= plan.m_mem_tokens
+    assert plan.findings[0].startswith("Memory was not measured")
 
 
 def test_another_world_size_is_stated_as_an_assumption(config):

@@ -15,6 +15,8 @@ from .shapes import LatentShape, TokenGeometry
 
 POLICIES = ("dual", "equal_token", "equal_time", "fixed")
 _TARGETS_TRIED = 24
+# Micro-batches; shorter epochs are judged by the mean over several orders.
+_SHORT_EPOCH = 1 << 11
 # What a policy must lose in predicted samples/s before the plan calls it harmful; less is the noise of the excerpt.
 _HARM = 0.01
 
@@ -54,7 +56,7 @@ class Bucket:
 class BucketPlan:
     """Batch size per bucket for one histogram, W and K. Buckets are sorted by shape.
 
-    m_mem_tokens: the memory limit in tokens of a micro-batch; None without a memory model and limit.
+    m_mem_tokens: the memory limit in tokens of a micro-batch; None if nothing limits it.
     target_seconds: the compute limit; None where the policy has none.
     findings: sentences about what the limits do, and about what a sample weighs in the loss.
     """
@@ -128,9 +130,11 @@ class _Job:
         total = int(numbers.sum())
         length = min(total, max(1 << 15, 32 * group)) // group * group
         picked = np.diff(np.cumsum(numbers) * length // total, prepend=0)
-        excerpt = np.random.default_rng(0).permutation(np.repeat(seconds, picked))
-        _, efficiency = best_balance(excerpt, self.world_size, self.gradient_accumulation_steps)
-        return float((seconds * numbers).sum() / self.world_size / efficiency)
+        excerpt, random = np.repeat(seconds, picked), np.random.default_rng(0)
+        # Of a short epoch one order says little: targets would be told apart by luck.
+        orders = [random.permutation(excerpt) for _ in range(max(1, _SHORT_EPOCH // length))]
+        found = [best_balance(order, self.world_size, self.gradient_accumulation_steps)[1] for order in orders]
+        return float((seconds * numbers).sum() / self.world_size / np.mean(found))
 
 
 def make_plan(
@@ -146,6 +150,7 @@ def make_plan(
     policy: str = "dual",
     batch_sizes: Mapping | None = None,
     token_budget: int | None = None,
+    m_mem_tokens: int | None = None,
     measured_tokens: tuple[int, int] | None = None,
     allow_extrapolation: bool = False,
 ) -> BucketPlan:
@@ -158,9 +163,10 @@ def make_plan(
         shape_counts: samples of each shape.
         memory_limit_gib: what a rank may use; with `memory` it gives M_mem in tokens.
         target_seconds: compute limit of a micro-batch. "auto": dual takes the one with the best predicted samples/s on
-            this histogram, W and K (without a memory limit, and for equal_time, the cost of one longest sample).
+            this histogram, W and K (without M_mem, and for equal_time, the cost of one longest sample).
         batch_sizes: {shape: B}, instead of what the policy says.
         token_budget: for equal_token; M_mem if not given, else the tokens of one longest sample.
+        m_mem_tokens: M_mem where no memory model and limit give it, such as the largest B*S that was measured.
         measured_tokens: smallest and largest S of the measurements; beyond them only with allow_extrapolation.
 
     Raises:
@@ -173,7 +179,7 @@ def make_plan(
     tokens = np.array([geometry.tokens(shape) for shape in shapes], dtype=np.int64)
     counts = np.array([shape_counts[shape] for shape in shapes], dtype=np.int64)
     limited = memory is not None and memory_limit_gib is not None
-    m_mem_tokens = memory.max_tokens(memory_limit_gib) if limited else None
+    m_mem_tokens = memory.max_tokens(memory_limit_gib) if limited else m_mem_tokens
     job = _Job(shapes, counts, tokens, cost, world_size, gradient_accumulation_steps, m_mem_tokens)
     _check_counts(job)
     if measured_tokens is not None and not allow_extrapolation:
@@ -184,7 +190,7 @@ def make_plan(
     target = _target(job, policy, target_seconds)
     sizes, bounds = _batch_sizes(job, policy, target, token_budget)
     sizes, bounds = _apply_given(job, policy, sizes, bounds, batch_sizes or {})
-    findings = _findings(job, policy, target, sizes, bounds)
+    findings = _findings(job, policy, target, sizes, bounds, limited)
     if limited and policy == "equal_time":
         _check_memory(job, memory, memory_limit_gib, sizes)
     gib = [None] * len(shapes) if memory is None else [float(memory.gib(b, s)) for b, s in zip(sizes, tokens)]
@@ -289,9 +295,13 @@ def _apply_given(job: _Job, policy: str, sizes: np.ndarray, bounds: list[str], g
     return sizes, ["given" if name in given else bound for name, bound in zip(names, bounds)]
 
 
-def _findings(job: _Job, policy: str, target: float | None, sizes: np.ndarray, bounds: list[str]) -> tuple[str, ...]:
+def _findings(
+    job: _Job, policy: str, target: float | None, sizes: np.ndarray, bounds: list[str], limited: bool
+) -> tuple[str, ...]:
     """What the user should know before training with this plan."""
     findings = []
+    if job.m_mem_tokens is not None and not limited:
+        findings.append(f"Memory was not measured: micro-batches stay within {job.m_mem_tokens} tokens, known to fit.")
     if job.m_mem_tokens is None:
         findings.append("No memory model or limit: nothing keeps a micro-batch from running out of memory.")
     else:

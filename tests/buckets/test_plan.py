@@ -159,6 +159,13 @@ def test_without_a_memory_limit_the_longest_sample_is_the_target_and_this_is_sai
     assert made.findings[0].startswith("No memory model or limit")
 
 
+def test_where_memory_was_not_measured_the_largest_micro_batch_known_to_fit_is_the_limit():
+    made = plan(memory=None, m_mem_tokens=70_000)
+    assert made.m_mem_tokens == 70_000
+    assert max(bucket.batch_size * bucket.tokens for bucket in made.buckets) in range(35_000, 70_001)
+    assert made.findings[0] == "Memory was not measured: micro-batches stay within 70000 tokens, known to fit."
+
+
 def test_the_weight_of_one_longest_clip_is_said():
     made = plan(target_seconds=2.6)
     long, short = made.batch_size_of("21x60x104"), made.batch_size_of("1x32x32")
