@@ -1,21 +1,25 @@
 """Does a run train, survive a kill bit for bit, load back, and refuse what cannot be right?"""
 
 import json
+import shutil
 import subprocess
 import sys
 import time
 from types import SimpleNamespace
 
+import prepare_dataset
 import psutil
 import pytest
 import torch
 import train_wan
 from diffusers import WanPipeline, WanTransformer3DModel
 from support.accelerators import fresh_accelerate
+from support.clips import real_clips
 from support.launch import CPU_CONFIG, ROOT, command_of, environment_of, launch
 from support.prepared import save_config, save_prepared
 
 from adaptiveload_hf import UserError
+from adaptiveload_hf.buckets.shapes import load_prepared, read_shapes
 
 RECIPE = ROOT / "recipes" / "train_wan.py"
 COUNTS = {"1x4x4": 17, "1x4x8": 9, "2x4x8": 8, "5x4x8": 6}
@@ -205,6 +209,39 @@ def test_the_loss_of_a_sample_does_not_depend_on_the_schedule(setup, tmp_path):
     assert dealt == pytest.approx(random, rel=1e-5)
 
 
+def test_real_clips_are_prepared_trained_on_and_resumed(tiny_pipeline, tmp_path, monkeypatch):
+    clips, prepared = tmp_path / "clips", tmp_path / "prepared"
+    clips.mkdir()
+    for name, path in real_clips().items():
+        shutil.copy(path, clips / f"{name}.mp4")
+        (clips / f"{name}.txt").write_text(f"a real clip called {name}")
+    words = ["--instance_data_root", clips, "--output_dir", prepared, "--pretrained_model_name_or_path", tiny_pipeline]
+    words += [
+        "--fps",
+        "25",
+        "--max_sequence_length",
+        "32",
+        "--video_resolution_buckets",
+        "1x32x48",
+        "9x32x48",
+        "17x32x48",
+    ]
+    monkeypatch.setattr(sys, "argv", ["prepare_dataset.py", *map(str, words)])
+    prepare_dataset.main()
+    shapes = [str(shape) for shape in read_shapes(load_prepared(prepared)).shapes]
+
+    paths = SimpleNamespace(
+        pipeline=tiny_pipeline, dataset=prepared, config=save_config(tmp_path / "config", ["1x4x6", *shapes])
+    )
+    options = {"max_train_steps": 2, "checkpointing_steps": 1}
+    straight = train_here(paths, tmp_path / "straight", **options)
+    train_here(paths, tmp_path / "run", **{**options, "max_train_steps": 1})
+    resumed = train_here(paths, tmp_path / "run", "--resume_from_checkpoint", "latest", **options)
+    assert timeless(resumed) == timeless(straight)
+    assert sum(line["samples"] for line in straight if line["epoch"] == 0) == len(load_prepared(prepared))
+    assert all(line["loss"] > 0 for line in straight)
+
+
 def test_resuming_on_another_dataset_is_refused(setup, tmp_path):
     train_here(setup, tmp_path / "run", max_train_steps=4)
     other = save_prepared(tmp_path / "other", {**COUNTS, "1x4x4": 18})
@@ -214,9 +251,7 @@ def test_resuming_on_another_dataset_is_refused(setup, tmp_path):
 
 def test_a_folder_that_holds_a_run_is_not_written_over(setup, tmp_path):
     (tmp_path / "checkpoint-4").mkdir()
-    with pytest.raises(
-        UserError, match=r"already holds a run \(checkpoint-4\)\. Pass --resume_from"
-    ):
+    with pytest.raises(UserError, match=r"already holds a run \(checkpoint-4\)\. Pass --resume_from"):
         train_here(setup, tmp_path)
 
 
