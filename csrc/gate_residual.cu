@@ -1,0 +1,275 @@
+// out = x + y * factor with factor = gate + gate_table (1 without both), and its gradients
+//   dy = grad * factor, dgate = sum grad * y over the rows of a segment; that of x is grad itself.
+//
+// Nothing is summed over a row, so a block owns some columns and walks down the rows of a segment, R at a time, the
+// factor in registers: 6 bytes an element in 16-bit types forward, and 6 backward (4 without dgate). The sums over rows
+// stay in registers and end as one partial sum per block, which column_sums.cu adds in a fixed order.
+// The *_any kernels take one row at a time: any dtypes and alignment, and a gate row per token.
+#include <initializer_list>
+
+#include "column_sums.cuh"
+#include "rows.cuh"
+
+namespace adaptiveload {
+namespace {
+
+constexpr int kThreads = 384;
+
+template <typename T>
+constexpr int kRowsOf = sizeof(T) == 4 ? 2 : 4;  // rows of a turn: enough loads in flight, no more registers than there are
+
+// Blocks lie side by side over the columns, then over the chunks of a segment.
+struct Grid {
+  Segments segments;
+  int threads, column_blocks;
+
+  unsigned blocks() const { return static_cast<unsigned>(segments.blocks() * column_blocks); }
+};
+
+// Shapes alone decide, so that the workspace and every kernel agree.
+Grid grid_of(const Shape& shape) {
+  const int64_t packs = (shape.width + kPack - 1) / kPack;
+  const int column_blocks = static_cast<int>(std::max<int64_t>(1, (packs + kThreads - 1) / kThreads));
+  const int threads = threads_for((shape.width + column_blocks - 1) / column_blocks);
+  return {cut(shape, std::max(1, 2 * kThreads / threads / column_blocks), 8), threads, column_blocks};
+}
+
+// Where a block works.
+struct Place {
+  int64_t batch, modulation_row, first;  // first token of the segment
+  int64_t part;                          // segment * chunks + chunk
+  int chunk, first_column;
+
+  __device__ Place(const Shape& shape, const Segments& segments, int column_blocks, bool per_token) {
+    const int64_t rows = per_token ? 1 : shape.rows;
+    part = blockIdx.x / column_blocks;
+    const int64_t segment = part / segments.chunks;
+    chunk = static_cast<int>(part % segments.chunks);
+    first_column = static_cast<int>(blockIdx.x % column_blocks) * static_cast<int>(blockDim.x) * kPack;
+    batch = segment / rows;
+    modulation_row = segment % rows;
+    first = modulation_row * segments.tokens;
+  }
+};
+
+// Hides a value's origin: the compiler would otherwise keep the addresses of all columns over all rows, and spill.
+__device__ __forceinline__ int opaque(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
+template <Access A>
+__device__ __forceinline__ void load_factor(const Array& gate, const Array& table, const Shape& shape, int64_t batch,
+                                            int64_t row, int first, float (&factor)[kPack]) {
+  const int width = static_cast<int>(shape.width);
+  const float absent = gate.data == nullptr && table.data == nullptr ? 1.f : 0.f;
+  float term[kPack];
+  load_columns<A>(factor, gate, batch, row, first, width, absent);
+  load_columns<A>(term, table, 0, 0, first, width, 0.f);
+#pragma unroll
+  for (int i = 0; i < kPack; ++i) factor[i] += term[i];
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 2) forward_rows(const GateForward p, const Segments segments,
+                                                            const int column_blocks) {
+  constexpr int R = kRowsOf<T>;
+  const Place at(p.shape, segments, column_blocks, false);
+  const int column = column_of<Access::pieces>(at.first_column, 0);
+  if (column >= p.shape.width) return;
+  float factor[kPack];
+  load_factor<Access::neighbours>(p.gate, p.gate_table, p.shape, at.batch, at.modulation_row, at.first_column, factor);
+  const T* const x_rows = row_of<const T>(p.x, at.batch, at.first) + column;
+  const T* const y_rows = row_of<const T>(p.y, at.batch, at.first) + column;
+  T* const out_rows = row_of<T>(p.out, at.batch, at.first) + column;
+
+  for (int row = at.chunk * R; row < segments.tokens; row += segments.chunks * R) {
+    Pack<T> x_packs[R], y_packs[R];
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      if (row + r >= segments.tokens) break;
+      x_packs[r] = load_pack_once(x_rows + (row + r) * p.x.row_stride);
+      y_packs[r] = load_pack_once(y_rows + (row + r) * p.y.row_stride);
+    }
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      if (row + r >= segments.tokens) break;
+      float x[kPack], y[kPack];
+      x_packs[r].read(x);
+      y_packs[r].read(y);
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) x[i] += y[i] * factor[i];
+      store_pack_once(out_rows + (row + r) * p.out.row_stride, x);
+    }
+  }
+}
+
+template <Access A>
+__global__ void __launch_bounds__(kThreads) forward_any(const GateForward p, const Segments segments,
+                                                        const int column_blocks, const bool per_token) {
+  const Place at(p.shape, segments, column_blocks, per_token);
+  const int width = static_cast<int>(p.shape.width);
+  for (int row = at.chunk; row < segments.tokens; row += segments.chunks) {
+    const int64_t token = at.first + row;
+    const int first = opaque(at.first_column);
+    float x[kPack], y[kPack], factor[kPack];
+    load_columns<A>(x, p.x, at.batch, token, first, width, 0.f);
+    load_columns<A>(y, p.y, at.batch, token, first, width, 0.f);
+    load_factor<A>(p.gate, p.gate_table, p.shape, at.batch, per_token ? token : at.modulation_row, first,
+                   factor);
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) x[i] += y[i] * factor[i];
+    store_columns<A>(p.out, at.batch, token, first, width, x);
+  }
+}
+
+template <typename T, bool SUMS>
+__global__ void __launch_bounds__(kThreads, 2) backward_rows(const GateBackward p, const Segments segments,
+                                                             const int column_blocks) {
+  constexpr int R = kRowsOf<T>;
+  const Place at(p.shape, segments, column_blocks, false);
+  const int width = static_cast<int>(p.shape.width), column = column_of<Access::pieces>(at.first_column, 0);
+  if (column >= width) return;
+  float factor[kPack], sum[kPack] = {};
+  load_factor<Access::neighbours>(p.gate, p.gate_table, p.shape, at.batch, at.modulation_row, at.first_column, factor);
+  const T* const grad_rows = row_of<const T>(p.grad, at.batch, at.first) + column;
+  const T* const y_rows = SUMS ? row_of<const T>(p.y, at.batch, at.first) + column : nullptr;
+  T* const dy_rows = p.dy.data == nullptr ? nullptr : row_of<T>(p.dy, at.batch, at.first) + column;
+
+  for (int row = at.chunk * R; row < segments.tokens; row += segments.chunks * R) {
+    Pack<T> grad_packs[R], y_packs[R];
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      if (row + r >= segments.tokens) break;
+      grad_packs[r] = load_pack_once(grad_rows + (row + r) * p.grad.row_stride);
+      if (SUMS) y_packs[r] = load_pack_once(y_rows + (row + r) * p.y.row_stride);
+    }
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      if (row + r >= segments.tokens) break;
+      float grad[kPack], y[kPack];
+      grad_packs[r].read(grad);
+      if (SUMS) {
+        y_packs[r].read(y);
+#pragma unroll
+        for (int i = 0; i < kPack; ++i) sum[i] += grad[i] * y[i];
+      }
+      if (dy_rows == nullptr) continue;
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) grad[i] *= factor[i];
+      store_pack_once(dy_rows + (row + r) * p.dy.row_stride, grad);
+    }
+  }
+  if (SUMS) {
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) p.partials[at.part * width + column + i] = sum[i];
+  }
+}
+
+template <Access A>
+__global__ void __launch_bounds__(kThreads) backward_any(const GateBackward p, const Segments segments,
+                                                         const int column_blocks, const bool per_token,
+                                                         const bool sums) {
+  const Place at(p.shape, segments, column_blocks, per_token);
+  const int width = static_cast<int>(p.shape.width);
+  float sum[kPack] = {};
+  for (int row = at.chunk; row < segments.tokens; row += segments.chunks) {
+    const int64_t token = at.first + row;
+    const int first = opaque(at.first_column);
+    float grad[kPack], y[kPack], factor[kPack];
+    load_columns<A>(grad, p.grad, at.batch, token, first, width, 0.f);
+    load_columns<A>(y, p.y, at.batch, token, first, width, 0.f);
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) {
+      y[i] *= grad[i];
+      sum[i] += y[i];
+    }
+    if (per_token && p.dgate.data != nullptr) {
+      store_columns<A>(p.dgate, at.batch, token, first, width, y);
+    }
+    if (p.dy.data == nullptr) continue;
+    load_factor<A>(p.gate, p.gate_table, p.shape, at.batch, per_token ? token : at.modulation_row, first,
+                   factor);
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) grad[i] *= factor[i];
+    store_columns<A>(p.dy, at.batch, token, first, width, grad);
+  }
+  if (!sums) return;
+#pragma unroll
+  for (int i = 0; i < kPack; ++i) {
+    const int column = column_of<A>(at.first_column, i);
+    if (column < width) p.partials[at.part * width + column] = sum[i];
+  }
+}
+
+template <typename T>
+void launch_rows(const GateForward& p, const Grid& grid, cudaStream_t stream) {
+  forward_rows<T><<<grid.blocks(), grid.threads, 0, stream>>>(p, grid.segments, grid.column_blocks);
+}
+template <typename T>
+void launch_rows(const GateBackward& p, const Grid& grid, bool sums, cudaStream_t stream) {
+  auto kernel = sums ? backward_rows<T, true> : backward_rows<T, false>;
+  kernel<<<grid.blocks(), grid.threads, 0, stream>>>(p, grid.segments, grid.column_blocks);
+}
+
+bool all_aligned(const Shape& shape, std::initializer_list<Array> arrays) {
+  return shape.width % kPack == 0 && std::all_of(arrays.begin(), arrays.end(), aligned);
+}
+
+}  // namespace
+
+int64_t gate_backward_partials(const Shape& shape) { return grid_of(shape).segments.blocks() * shape.width; }
+
+cudaError_t gate_residual_forward(const GateForward& p, cudaStream_t stream) {
+  if (p.shape.batch * p.shape.tokens * p.shape.width == 0) return cudaSuccess;
+  const Grid grid = grid_of(p.shape);
+  const bool per_token = row_per_token(p.shape);
+  const bool one_dtype = p.x.dtype == p.y.dtype && p.x.dtype == p.out.dtype;
+  if (!per_token && one_dtype && all_aligned(p.shape, {p.x, p.y, p.out})) {
+    switch (p.x.dtype) {
+      case Dtype::float32: launch_rows<float>(p, grid, stream); break;
+      case Dtype::float16: launch_rows<__half>(p, grid, stream); break;
+      default: launch_rows<__nv_bfloat16>(p, grid, stream);
+    }
+  } else {
+    const bool pieces = all_aligned(p.shape, {p.x, p.y, p.out, p.gate, p.gate_table});
+    auto kernel = pieces ? forward_any<Access::pieces> : forward_any<Access::strided>;
+    kernel<<<grid.blocks(), grid.threads, 0, stream>>>(p, grid.segments, grid.column_blocks, per_token);
+  }
+  return cudaGetLastError();
+}
+
+cudaError_t gate_residual_backward(const GateBackward& p, cudaStream_t stream) {
+  const Grid grid = grid_of(p.shape);
+  const bool per_token = row_per_token(p.shape);
+  const bool sums = p.dgate_table != nullptr || (!per_token && p.dgate.data != nullptr);
+  const bool empty = p.shape.batch * p.shape.tokens * p.shape.width == 0;
+  const bool one_dtype = (p.dy.data == nullptr || p.dy.dtype == p.grad.dtype) && (!sums || p.y.dtype == p.grad.dtype);
+  if (empty) {
+    // Nothing to read; the sums below become zeros.
+  } else if (!per_token && one_dtype && all_aligned(p.shape, {p.grad, p.y, p.dy})) {
+    switch (p.grad.dtype) {
+      case Dtype::float32: launch_rows<float>(p, grid, sums, stream); break;
+      case Dtype::float16: launch_rows<__half>(p, grid, sums, stream); break;
+      default: launch_rows<__nv_bfloat16>(p, grid, sums, stream);
+    }
+  } else {
+    const bool pieces = all_aligned(p.shape, {p.grad, p.y, p.gate, p.gate_table, p.dy, p.dgate});
+    auto kernel = pieces ? backward_any<Access::pieces> : backward_any<Access::strided>;
+    kernel<<<grid.blocks(), grid.threads, 0, stream>>>(p, grid.segments, grid.column_blocks, per_token, sums);
+  }
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess || !sums) return error;
+
+  ColumnSums totals = {};
+  totals.partials = p.partials;
+  totals.segments = grid.segments.count;
+  totals.rows = per_token ? 1 : p.shape.rows;
+  totals.chunks = empty ? 0 : grid.segments.chunks;
+  totals.width = static_cast<int>(p.shape.width);
+  if (!per_token) totals.dscale = p.dgate;
+  totals.dscale_table = p.dgate_table;
+  return add_column_sums<1>(totals, stream);
+}
+
+}  // namespace adaptiveload

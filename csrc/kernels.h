@@ -1,0 +1,76 @@
+// What do the kernels take? Raw pointers, strides and a shape in, cudaError_t out. No torch header in any kernel file.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace adaptiveload {
+
+// A thread owns kPack columns.
+constexpr int kPack = 8;
+constexpr int64_t kMaxWidth = 8192;  // what is tested
+
+enum class Dtype { float32, float16, bfloat16 };
+
+// Element (batch, row, column) is data[batch * batch_stride + row * row_stride + column]. No data: the operand is absent.
+// A [D] operand has both strides 0.
+struct Array {
+  void* data = nullptr;
+  Dtype dtype = Dtype::float32;
+  int64_t batch_stride = 0;
+  int64_t row_stride = 0;
+};
+
+// x is [batch, tokens, width]; modulations are [batch, rows, width], token s reads row s * rows / tokens.
+struct Shape {
+  int64_t batch;
+  int64_t tokens;
+  int64_t width;
+  int64_t rows;
+};
+
+struct LayerNormForward {
+  Shape shape;
+  float eps;
+  Array x, scale, shift, weight, bias, scale_table, shift_table;
+  Array y;
+  float2* stats;  // [batch, tokens]: mean, 1 / standard deviation
+};
+
+struct LayerNormBackward {
+  Shape shape;
+  Array grad, x, scale, weight, bias, scale_table;
+  const float2* stats;
+  // Gradients; without data: not wanted. dshift is never wanted with a row per token: it is grad itself.
+  Array dx, dscale, dshift;
+  float *dweight, *dbias, *dscale_table, *dshift_table;  // [width]
+  float* partials;                                       // layer_norm_backward_partials(...) floats
+};
+
+struct GateForward {
+  Shape shape;
+  Array x, y, gate, gate_table;
+  Array out;
+};
+
+struct GateBackward {
+  Shape shape;
+  Array grad, y, gate, gate_table;
+  Array dy, dgate;      // without data: not wanted
+  float* dgate_table;   // [width]
+  float* partials;      // gate_backward_partials(...) floats
+};
+
+cudaError_t layer_norm_modulate_forward(const LayerNormForward& p, cudaStream_t stream);
+cudaError_t layer_norm_modulate_backward(const LayerNormBackward& p, cudaStream_t stream);
+cudaError_t gate_residual_forward(const GateForward& p, cudaStream_t stream);
+cudaError_t gate_residual_backward(const GateBackward& p, cudaStream_t stream);
+
+int64_t layer_norm_backward_partials(const Shape& shape);
+int64_t gate_backward_partials(const Shape& shape);
+
+// cudaSuccess if the current GPU can run this build's kernels.
+cudaError_t check_device();
+
+}  // namespace adaptiveload
