@@ -12,18 +12,18 @@ _PATH = Path(__file__).parent.parent / "_C.abi3.so"
 _BUILD = "`pip install --no-build-isolation .` in a checkout, after torch and with nvcc"
 
 
-def _load() -> str | None:
-    """Loads the extension, or says why it cannot be."""
+def find_problem(path: Path) -> str | None:
+    """Loads the extension at `path`, or says why it cannot be."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built without CUDA"
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
         return f"torch {torch.__version__} is too old for it: it needs 2.11, build it again after an upgrade"
-    if not _PATH.exists():
+    if not path.exists():
         return f"not built: install with {_BUILD}"
     try:
-        torch.ops.load_library(str(_PATH))
+        torch.ops.load_library(str(path))
     except OSError as error:
-        return f"{_PATH.name} is there but does not load ({error}); build it again with {_BUILD}"
+        return f"{path.name} is there but does not load ({error}); build it again with {_BUILD}"
     return None
 
 
@@ -41,4 +41,4 @@ def device_problem(device: int) -> str | None:
     )
 
 
-load_problem = _load()
+load_problem = find_problem(_PATH)

@@ -74,7 +74,7 @@ def relative_error(found, truth):
 
 
 def assert_as_close_as_eager(ours, eager, truth, floor):
-    """Every output and gradient is at most 1.5 times as far from float64 as eager's; `floor`: rounding that both have."""
+    """Each output and gradient is at most 1.5 times as far from float64 as eager's; `floor`: rounding both have."""
     assert ours.keys() == truth.keys()
     for name, exact in truth.items():
         assert ours[name].shape == exact.shape, name
