@@ -135,7 +135,8 @@ def measure_steps(
 
     An out-of-memory error becomes a measurement with `oom=True`, a bound, and larger points are skipped. With one
     unsharded process the benchmark goes on. Otherwise ranks that stand in a collective cannot be brought back: the
-    bound is written, all ranks end, and the same command (or the launcher's `--max_restarts`) continues.
+    bound is written, all ranks end, and the same command continues. (Not `--max_restarts`: torch's static rendezvous
+    keeps its store over a restart, and NCCL then calls the rank that is gone.)
 
     Args:
         accelerator: the run's; its `gradient_accumulation_steps` is K.
@@ -207,8 +208,7 @@ def _measure(accelerator, run_step, point: Point, output_path) -> Measurement:
         kept = f"It is noted in {output_path}" if output_path is not None else "No output_path was given to note it"
         raise UserError(
             f"{point.shape} with batch size {point.batch_size} needs more memory than this rank has. {kept}; start "
-            "the same command again and it goes on with the other points (`accelerate launch --max_restarts 3` does "
-            "that by itself)."
+            "the same command again and it goes on with the other points."
         ) from None
     return Measurement(
         str(point.shape), point.tokens, point.batch_size, max(rank_seconds), peak_gib, tuple(rank_seconds)
