@@ -15,8 +15,9 @@ namespace {
 
 constexpr int kThreads = 384;
 
+// Rows of a turn: enough loads in flight, and no more registers than there are.
 template <typename T>
-constexpr int kRowsOf = sizeof(T) == 4 ? 2 : 4;  // rows of a turn: enough loads in flight, no more registers than there are
+constexpr int kRowsOf = sizeof(T) == 4 ? 2 : 4;
 
 // Blocks lie side by side over the columns, then over the chunks of a segment.
 struct Grid {

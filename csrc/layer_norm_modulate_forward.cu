@@ -4,7 +4,8 @@
 // weight and bias do to a column is one gain and one offset in registers, loaded once, since all rows of a segment
 // share them. x comes ahead of time into a ring in shared memory, so that memory is busy while the block reduces:
 // x is read once, y written once, 4 bytes an element in 16-bit types.
-// forward_any: one row at a time, everything read where it is needed: any dtypes, alignment, a modulation row per token.
+// forward_any: one row at a time, everything read where it is needed: any dtypes, any alignment, a modulation row per
+// token.
 // Mean and variance are two passes over registers: E[x^2] - E[x]^2 loses all digits far from zero.
 #include "rows.cuh"
 

@@ -32,16 +32,18 @@ Dtype dtype_of(ScalarType type) {
   return type == ScalarType::Half ? Dtype::float16 : Dtype::bfloat16;
 }
 
+constexpr int64_t kColumns = -1;  // for `rows` of an operand that is [D]
+
 // [B, rows, D] or [D] as the kernels see it. A tensor whose last stride is not 1 is copied; `copies` keeps it alive.
 Array array_of(const Optional& tensor, const Shape& shape, int64_t rows, const char* name, const Tensor& like,
                std::vector<Tensor>& copies) {
   if (!tensor.has_value()) return {};
   Tensor t = *tensor;
   STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == like.get_device_index(), name, " must be on the device of x");
-  const bool column = rows == 0;
+  const bool column = rows == kColumns;
   const bool fits = column ? t.dim() == 1 && t.size(0) == shape.width
                            : t.dim() == 3 && t.size(0) == shape.batch && t.size(1) == rows && t.size(2) == shape.width;
-  STD_TORCH_CHECK(fits, name, " has another shape than x asks for");
+  STD_TORCH_CHECK(fits, name, " has another shape than x, [B, S, D], asks for");
   if (t.stride(t.dim() - 1) != 1 && shape.width > 1) {
     t = torch::stable::contiguous(t);
     copies.push_back(t);
@@ -109,10 +111,10 @@ std::tuple<Tensor, Tensor> layer_norm_modulate(const Tensor& x, const Optional& 
   p.x = array_of(x, shape, shape.tokens, "x", x, copies);
   p.scale = array_of(scale, shape, shape.rows, "scale", x, copies);
   p.shift = array_of(shift, shape, shape.rows, "shift", x, copies);
-  p.weight = array_of(weight, shape, 0, "weight", x, copies);
-  p.bias = array_of(bias, shape, 0, "bias", x, copies);
-  p.scale_table = array_of(scale_table, shape, 0, "scale_table", x, copies);
-  p.shift_table = array_of(shift_table, shape, 0, "shift_table", x, copies);
+  p.weight = array_of(weight, shape, kColumns, "weight", x, copies);
+  p.bias = array_of(bias, shape, kColumns, "bias", x, copies);
+  p.scale_table = array_of(scale_table, shape, kColumns, "scale_table", x, copies);
+  p.shift_table = array_of(shift_table, shape, kColumns, "shift_table", x, copies);
   p.y = array_of(y, shape, shape.tokens);
   p.stats = static_cast<float2*>(stats.data_ptr());
   check(adaptiveload::layer_norm_modulate_forward(p, current_stream(x)), "layer_norm_modulate");
@@ -146,9 +148,9 @@ std::vector<Tensor> layer_norm_modulate_backward(const Tensor& grad, const Tenso
   p.x = array_of(x, shape, shape.tokens, "x", x, copies);
   p.stats = static_cast<const float2*>(stats.data_ptr());
   p.scale = array_of(scale, shape, shape.rows, "scale", x, copies);
-  p.weight = array_of(weight, shape, 0, "weight", x, copies);
-  p.bias = array_of(bias, shape, 0, "bias", x, copies);
-  p.scale_table = array_of(scale_table, shape, 0, "scale_table", x, copies);
+  p.weight = array_of(weight, shape, kColumns, "weight", x, copies);
+  p.bias = array_of(bias, shape, kColumns, "bias", x, copies);
+  p.scale_table = array_of(scale_table, shape, kColumns, "scale_table", x, copies);
   found.reserve(7);
   if (wants(0)) p.dx = rows_gradient(shape.tokens, x.scalar_type());
   if (wants(1)) {
@@ -184,7 +186,7 @@ Tensor gate_residual(const Tensor& x, const Tensor& y, const Optional& gate, con
   p.x = array_of(x, shape, shape.tokens, "x", x, copies);
   p.y = array_of(y, shape, shape.tokens, "y", x, copies);
   p.gate = array_of(gate, shape, shape.rows, "gate", x, copies);
-  p.gate_table = array_of(gate_table, shape, 0, "gate_table", x, copies);
+  p.gate_table = array_of(gate_table, shape, kColumns, "gate_table", x, copies);
   p.out = array_of(out, shape, shape.tokens);
   check(adaptiveload::gate_residual_forward(p, current_stream(x)), "gate_residual");
   return out;
@@ -202,7 +204,7 @@ std::vector<Tensor> gate_residual_backward(const Tensor& grad, const Optional& y
   p.grad = array_of(grad, shape, shape.tokens, "grad", grad, copies);
   p.y = array_of(y, shape, shape.tokens, "y", grad, copies);
   p.gate = array_of(gate, shape, shape.rows, "gate", grad, copies);
-  p.gate_table = array_of(gate_table, shape, 0, "gate_table", grad, copies);
+  p.gate_table = array_of(gate_table, shape, kColumns, "gate_table", grad, copies);
   if ((needs & 2) != 0) {
     found.push_back(empty(grad, {shape.batch, shape.tokens, shape.width}, y_dtype));
     p.dy = array_of(found.back(), shape, shape.tokens);
