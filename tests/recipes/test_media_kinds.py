@@ -181,14 +181,16 @@ def test_a_transport_stream_with_a_piece_missing_is_refused(tmp_path):
     assert refusal(tmp_path / "a.ts").startswith("it is damaged or cut short: a packet or frame of it is not whole")
 
 
-@pytest.mark.parametrize("fill", ["zeros", "noise"])
-def test_a_clip_damaged_in_the_middle_is_refused_and_not_filled_in(tmp_path, fill):
+@pytest.mark.parametrize("length", [4, 40, 3000])
+def test_a_clip_damaged_in_a_frame_is_refused_and_not_filled_in(tmp_path, length):
     whole = remux(real_clips()["carphone_pristine"], tmp_path / "whole.mp4", {"movflags": "faststart"})
-    content = bytearray(whole.read_bytes())
-    noise = np.random.default_rng(0).integers(0, 256, 3000, dtype=np.uint8).tobytes()
-    content[60_000:63_000] = bytes(3000) if fill == "zeros" else noise
+    with av.open(str(whole)) as container:
+        frame = container.streams.video[0].index_entries[8]
+    middle, content = frame.pos + frame.size // 2, bytearray(whole.read_bytes())
+    content[middle : middle + length] = np.random.default_rng(0).integers(0, 256, length, dtype=np.uint8).tobytes()
     (tmp_path / "a.mp4").write_bytes(content)
-    assert refusal(tmp_path / "a.mp4") == "FFmpeg cannot decode it: Invalid data found when processing input"
+    reasons = ("it is damaged or cut short: ", "FFmpeg cannot decode it: Invalid data found when processing input")
+    assert refusal(tmp_path / "a.mp4").startswith(reasons)
 
 
 @pytest.mark.parametrize("suffix", [".png", ".jpg", ".webp", ".gif", ".tif", ".avif"])
@@ -223,7 +225,7 @@ def test_sound_alone_is_no_video_even_with_a_cover_picture(tmp_path):
 def test_a_playlist_named_like_a_clip_does_not_have_other_files_read(tmp_path):
     write_clip(tmp_path / "other.mp4", moving_bar(5))
     (tmp_path / "a.mp4").write_text("ffconcat version 1.0\nfile other.mp4\n")
-    assert len(decode_all(tmp_path / "a.mp4")[0]) == 5  # FFmpeg itself follows it
+    assert len(decode_all(tmp_path / "a.mp4")) == 5  # FFmpeg itself follows it
     assert refusal(tmp_path / "a.mp4").startswith("FFmpeg cannot decode it: ")
 
 

@@ -26,7 +26,9 @@ def moving_bar(frames: int, height: int = 48, width: int = 64) -> list[np.ndarra
 def write_clip(path, frames, rate=16, *, codec="libx264", times=None, container=None, stream_setup=None, start=0):
     """Encodes RGB frames [H, W, 3]. `times` are in ticks of 1/rate, `container` are options of the muxer."""
     with av.open(str(path), "w", options=container or {}) as output:
-        stream = output.add_stream(codec, rate=Fraction(rate))
+        # With mbtree x264 encodes clips as narrow as these differently from run to run.
+        options = {"x264-params": "mbtree=0"} if codec == "libx264" else {}
+        stream = output.add_stream(codec, rate=Fraction(rate), options=options)
         stream.height, stream.width = frames[0].shape[:2]
         stream.pix_fmt = "yuv420p"
         if stream_setup:
@@ -51,11 +53,16 @@ def remux(source, path, container=None):
     return path
 
 
-def decode_all(path) -> tuple[list[np.ndarray], list[Fraction]]:
-    """Every frame of a clip as RGB, and its time in seconds."""
+def decode_all(path) -> list[np.ndarray]:
+    """Every frame of a clip as RGB."""
     with av.open(str(path)) as container:
-        frames = list(container.decode(video=0))
-    return [frame.to_ndarray(format="rgb24") for frame in frames], [frame.pts * frame.time_base for frame in frames]
+        return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+
+
+def frame_times(path) -> list[Fraction]:
+    """The time in seconds of every frame of a clip."""
+    with av.open(str(path)) as container:
+        return [frame.pts * frame.time_base for frame in container.decode(video=0)]
 
 
 def write_sound(path, cover: bytes | None = None):
