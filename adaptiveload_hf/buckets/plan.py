@@ -117,7 +117,14 @@ class _Job:
 
     def batches_within(self, seconds: float) -> np.ndarray:
         """Largest B of each bucket under the compute limit alone; 0 where one sample is over it."""
-        return np.array([self.cost.largest_batch(int(tokens), seconds) for tokens in self.tokens])
+        growing = self.cost.seconds_per_sample(self.tokens) > 0
+        # Where steps all take the floor, as those of tiny models, the limit allows the whole bucket.
+        return np.array(
+            [
+                self.cost.largest_batch(int(tokens), seconds) if grows else int(count)
+                for tokens, grows, count in zip(self.tokens, growing, self.counts)
+            ]
+        )
 
     def epoch_seconds(self, batch_sizes: np.ndarray) -> float:
         """Predicted seconds of an epoch dealt with balance="auto"."""

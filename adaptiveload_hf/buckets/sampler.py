@@ -68,7 +68,7 @@ class BucketBatchSampler:
         }
         self._order = {"balance": balance, "loss_normalization": loss_normalization}
         self._loss_weights = loss_weights
-        self.set_epoch(0)
+        self.epoch, self._segments, self._schedule = 0, (), None
 
     @property
     def sampler(self) -> BucketBatchSampler:
@@ -86,7 +86,8 @@ class BucketBatchSampler:
 
     def set_epoch(self, epoch: int, segments: Sequence[dict] = ()) -> None:
         """Goes to an epoch, of which `segments` have been trained on already."""
-        self.epoch, self._segments, self._schedule = int(epoch), tuple(segments), None
+        if (epoch, tuple(segments)) != (self.epoch, self._segments):
+            self.epoch, self._segments, self._schedule = int(epoch), tuple(segments), None
 
     @property
     def loss_normalization(self) -> str:
@@ -217,6 +218,7 @@ class BucketDataLoader(DataLoaderStateMixin):
             pin_memory=accelerator.device.type == "cuda",
             generator=self._generator,
         )
+        self._visit = 0
         self._begin_epoch(0, (), global_step=0)
         self._compare_ranks()
         # Weakly: in a reference cycle the garbage collector would close the workers' queues before the workers are
@@ -260,13 +262,13 @@ class BucketDataLoader(DataLoaderStateMixin):
     def __iter__(self) -> Iterator[dict]:
         self._leave_finished_epoch()
         self._compare_ranks()
-        schedule = self.schedule
+        visit = self._visit
         self._batches.first_micro_step = self._position
         self._generator.manual_seed(self.seed + self.epoch)
         self.begin()
         try:
             for batch in self._loader:
-                if schedule is not self.schedule:
+                if visit != self._visit:
                     raise UserError("The epoch or state was changed inside the loader's own loop. Do it outside.")
                 yield self._hand_out(batch)
         finally:
@@ -292,6 +294,7 @@ class BucketDataLoader(DataLoaderStateMixin):
         return batch
 
     def _begin_epoch(self, epoch: int, segments: Sequence[dict], global_step: int) -> None:
+        self._visit += 1
         self._sampler.set_epoch(epoch, segments)
         self._position = self.schedule.first_micro_step
         # A last segment that goes on is written anew, longer, by state_dict.

@@ -101,9 +101,7 @@ def test_a_state_between_micro_steps_is_refused():
     loader = make(accumulation=3)
     for batch in loader:
         if batch["micro_step"] == 1:
-            with pytest.raises(
-                UserError, match=r"2 of 3 micro-steps are done\. Save where"
-            ):
+            with pytest.raises(UserError, match=r"2 of 3 micro-steps are done\. Save where"):
                 loader.state_dict()
             break
 
@@ -225,7 +223,7 @@ def test_another_seed_or_format_is_refused():
         make().load_state_dict({**state, "format_version": 9})
 
 
-def test_a_state_loaded_inside_the_loop_is_refused():
+def test_a_state_loaded_inside_the_loop_is_refused_even_if_it_leads_to_the_same_epoch():
     loader = make()
     state = loader.state_dict()
     with pytest.raises(UserError, match="changed inside the loader's own loop"):

@@ -195,6 +195,12 @@ def test_where_every_step_costs_overhead_the_automatic_target_is_above_the_longe
     assert made.target_seconds > 1.2 * cost.seconds(1, 32760)
 
 
+def test_steps_that_all_take_the_floor_are_bound_by_memory_or_the_bucket_alone():
+    floor = Roofline(0.4, 0.0, 0.0, 0.0)
+    assert sizes(plan(cost=floor, memory=None)) == {"1x32x32": 900, "5x60x104": 60, "21x60x104": 30}
+    assert sizes(plan(cost=floor))["21x60x104"] == 2
+
+
 def test_a_plan_survives_json_and_answers_by_shape():
     made = plan()
     again = BucketPlan.from_dict(json.loads(json.dumps(made.to_dict())))
