@@ -182,8 +182,13 @@ def test_a_transport_stream_with_a_piece_missing_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("length", [4, 40, 3000])
-def test_a_clip_damaged_in_a_frame_is_refused_and_not_filled_in(tmp_path, length):
-    whole = remux(real_clips()["carphone_pristine"], tmp_path / "whole.mp4", {"movflags": "faststart"})
+@pytest.mark.parametrize("encoded_anew", [False, True])
+def test_a_clip_damaged_in_a_frame_is_refused_and_not_filled_in(tmp_path, length, encoded_anew):
+    source, whole, options = real_clips()["carphone_pristine"], tmp_path / "whole.mp4", {"movflags": "faststart"}
+    if encoded_anew:
+        write_clip(whole, decode_all(source)[:40], container=options)
+    else:
+        remux(source, whole, options)
     with av.open(str(whole)) as container:
         frame = container.streams.video[0].index_entries[8]
     middle, content = frame.pos + frame.size // 2, bytearray(whole.read_bytes())
