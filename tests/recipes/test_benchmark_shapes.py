@@ -21,6 +21,17 @@ def dataset(tmp_path_factory):
     return save_prepared(tmp_path_factory.mktemp("prepared"), COUNTS)
 
 
+@pytest.fixture
+def one_layer(tiny_pipeline, tmp_path):
+    """Configurations alone, of a transformer with one block: every step that is timed costs time here."""
+    for part, name in (("transformer", "config.json"), ("scheduler", "scheduler_config.json")):
+        (tmp_path / "pipeline" / part).mkdir(parents=True)
+        settings = json.loads((tiny_pipeline / part / name).read_text())
+        settings |= {"num_layers": 1} if part == "transformer" else {}
+        (tmp_path / "pipeline" / part / name).write_text(json.dumps(settings))
+    return tmp_path / "pipeline"
+
+
 def arguments(pipeline, dataset, output_dir, *extra):
     return [
         *("--pretrained_model_name_or_path", pipeline, "--dataset", dataset, "--output_dir", output_dir),
@@ -30,9 +41,9 @@ def arguments(pipeline, dataset, output_dir, *extra):
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_one_command_measures_the_sharded_step_fits_plans_simulates_and_writes(tiny_pipeline, dataset, tmp_path):
+def test_one_command_measures_the_sharded_step_fits_plans_simulates_and_writes(one_layer, dataset, tmp_path):
     output = tmp_path / "config"
-    done = launch(RECIPE, *arguments(tiny_pipeline, dataset, output))
+    done = launch(RECIPE, *arguments(one_layer, dataset, output, "--from_scratch"), timeout=300)
     assert done.returncode == 0, done.stderr
 
     config = BucketConfig.from_pretrained(output)

@@ -26,12 +26,12 @@ def environment_of() -> dict[str, str]:
     }
 
 
-def launch(script, *arguments, config=CPU_CONFIG, timeout=120) -> subprocess.CompletedProcess:
+def launch(script, *arguments, config=CPU_CONFIG, timeout=240) -> subprocess.CompletedProcess:
     """Runs `command_of(...)` to its end, output captured."""
     return run(command_of(script, *arguments, config=config), timeout=timeout)
 
 
-def run(command, timeout=120) -> subprocess.CompletedProcess:
+def run(command, timeout=240) -> subprocess.CompletedProcess:
     """Runs a command from the repository's root, output captured."""
     return subprocess.run(
         list(map(str, command)),
