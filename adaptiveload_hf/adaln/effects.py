@@ -12,8 +12,9 @@ from .source import LeftEager
 
 # Tensor methods that change neither their tensor nor anything else.
 _PURE_METHODS = {
-    *("bfloat16", "chunk", "contiguous", "dim", "expand", "flatten", "float", "half", "permute", "reshape", "sigmoid"),
-    *("size", "split", "squeeze", "tanh", "to", "transpose", "type_as", "unbind", "unflatten", "unsqueeze", "view"),
+    *("bfloat16", "chunk", "contiguous", "detach", "dim", "expand", "flatten", "float", "half", "permute", "reshape"),
+    *("sigmoid", "size", "split", "squeeze", "tanh", "to", "transpose", "type_as", "unbind", "unflatten", "unsqueeze"),
+    "view",
 }
 _PURE_TORCH_FUNCTIONS = frozenset({"cat", "chunk", "sigmoid", "split", "stack", "tanh"})
 _ATTRIBUTES_WITHOUT_TENSOR = frozenset({"shape", "ndim", "dtype", "device", "training"})
@@ -215,6 +216,10 @@ class Effects:
         norms = []
         for statement in block[begin + 1 : end + 1]:
             changed = self._changed_by(ast.walk(statement))
+            if changed & kept:
+                raise LeftEager(f"{_listed(changed & kept)} may be changed in between")
+            if any(isinstance(node, ast.Attribute) and _stores(node) for node in ast.walk(statement)):
+                raise LeftEager("an attribute is assigned in between")
             for call in (node for node in ast.walk(statement) if isinstance(node, ast.Call)):
                 runs_after_use = any(node is use for node in ast.walk(call))
                 if self._pure_call(call) or runs_after_use:
@@ -304,7 +309,7 @@ def _method(call: ast.Call) -> str:
 
 def _is_in_place(call: ast.Call) -> bool:
     name = _method(call) or getattr(call.func, "id", "")
-    return name.endswith("_") or name.startswith("__") or any(k.arg in ("out", "inplace") for k in call.keywords)
+    return name.endswith("_") or any(k.arg in ("out", "inplace") for k in call.keywords)
 
 
 def _is_dict_key(node: ast.Subscript | ast.Attribute) -> bool:

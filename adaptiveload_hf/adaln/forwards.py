@@ -1,6 +1,7 @@
 """How does a class get its rewritten forward?"""
 
 import ast
+import copyreg
 import functools
 import inspect
 import linecache
@@ -12,11 +13,23 @@ from . import ops as fused_ops
 from . import reference
 from .patterns import Site
 from .rewrite import PREFIX, Rewriter
-from .runtime import NORM_OPS, FusedOps, Verdict
+from .runtime import NORM_OPS, FusedOps, Verdict, forward_of
 from .source import FunctionSource, LeftEager, future_flags, running_source, shown_source
 
-# Digests of the forwards whose rewrite the tests compare with the original, outputs and all gradients.
-TESTED_SOURCES: dict[str, frozenset[str]] = {}
+# (class, digest of its forward) whose rewrite the tests compare with the original: outputs and all gradients.
+TESTED_SOURCES = {
+    ("diffusers.models.attention.JointTransformerBlock", "9dd8f9decdd27284"),
+    ("diffusers.models.normalization.AdaLayerNorm", "89c29c0e0e59a056"),
+    ("diffusers.models.normalization.AdaLayerNormContinuous", "da3e50ebcd024fc2"),
+    ("diffusers.models.normalization.AdaLayerNormZero", "93374820c014f812"),
+    ("diffusers.models.normalization.AdaLayerNormZeroSingle", "d48dfb2b1e75e64f"),
+    ("diffusers.models.normalization.CogVideoXLayerNormZero", "8e8e6c80a6b8de20"),
+    ("diffusers.models.normalization.SD35AdaLayerNormZeroX", "447682c6b939c97a"),
+    ("diffusers.models.transformers.cogvideox_transformer_3d.CogVideoXBlock", "f27caf0be5d9de2d"),
+    ("diffusers.models.transformers.transformer_flux.FluxSingleTransformerBlock", "57350a6dab842b40"),
+    ("diffusers.models.transformers.transformer_flux.FluxTransformerBlock", "0b184cbe172708b6"),
+    ("diffusers.models.transformers.transformer_wan.WanTransformerBlock", "21c15441b009932c"),
+}
 
 _BACKENDS = {
     "auto": (fused_ops, ("cpu", "cuda")),
@@ -28,7 +41,7 @@ _BACKENDS = {
 class RewrittenForward:
     """The rewritten forward of one class for one choice of ops and backend, shared by its instances.
 
-    Pickles as the class and the choice, and is written anew where it is loaded.
+    It pickles as the class and the choice, and is written anew where it is loaded.
 
     Args:
         owner: the class whose own `forward` it is.
@@ -40,8 +53,8 @@ class RewrittenForward:
     Attributes:
         name: of the class, with its module.
         original: the class's own forward.
-        function: the new forward, None if nothing is fused.
-        text: the source of `function`, "" if there is none.
+        function: the new forward; the original where nothing is fused.
+        text: the source of a new forward, else "".
         sites: all that the source shows.
         reason: why the forward as a whole stays eager, or None.
         verdict: what is known of `function`.
@@ -53,7 +66,7 @@ class RewrittenForward:
         self._made_from = (owner, norms, names, backend, verify)
         self.name = f"{owner.__module__}.{owner.__qualname__}"
         self.original = vars(owner)["forward"]
-        self.function: types.FunctionType | None = None
+        self.function = self.original
         self.text = ""
         self.sites: list[Site] = []
         self.reason: str | None = None
@@ -64,6 +77,12 @@ class RewrittenForward:
             self.reason = str(error)
             for site in self.sites:
                 site.reason = self.reason
+        self._forward = forward_of(self)
+
+    def bind(self, module: nn.Module) -> types.MethodType:
+        """The forward of one instance. A bound method: deep copies bind it to the copy, and torch.compile sees by its
+        function that two instances run the same code (a `functools.partial` in a child compiles every block anew)."""
+        return types.MethodType(self._forward, module)
 
     def __reduce__(self):
         return rewritten_forward, self._made_from
@@ -84,16 +103,15 @@ class RewrittenForward:
         self.sites = rewriter.sites
         if rewriter.run():
             self.function, self.text = self._compiled(source)
-            tested = verify == "auto" and source.digest in TESTED_SOURCES.get(self.name, ())
+            tested = verify == "auto" and (self.name, source.digest) in TESTED_SOURCES
             if verify != "never":
                 self.verdict = Verdict.TESTED if tested else Verdict.UNCHECKED
 
     def _rewriter(self, source: FunctionSource) -> Rewriter:
         _, norms, names, _, _ = self._made_from
         function_globals = inspect.unwrap(self.original).__globals__
-        kinds = {"gate"} if "gate_residual" in names else set()
-        kinds |= {"modulation"} if names & set(NORM_OPS.values()) else set()
-        return Rewriter(source.tree, function_globals, dict(norms).__contains__, kinds)
+        wanted = {path: NORM_OPS.get(kind) in names or kind is type(None) for path, kind in norms}
+        return Rewriter(source.tree, function_globals, wanted, gates="gate_residual" in names)
 
     def _compiled(self, source: FunctionSource) -> tuple[types.FunctionType, str]:
         """Compile a rewritten tree among the globals, and with the defaults, of the original."""
@@ -116,12 +134,16 @@ class RewrittenForward:
         return function, text
 
 
-@functools.cache
 def rewritten_forward(
     owner: type, norms: tuple[tuple[str, type], ...], names: frozenset[str], backend: str, verify: str
 ) -> RewrittenForward:
-    """The `RewrittenForward` of these arguments, made once."""
-    return RewrittenForward(owner, norms, names, backend, verify)
+    """The `RewrittenForward` of these arguments, made once for each forward that the class has had."""
+    return _made_once(vars(owner)["forward"], owner, norms, names, backend, verify)
+
+
+@functools.cache
+def _made_once(forward: object, *made_from) -> RewrittenForward:
+    return RewrittenForward(*made_from)
 
 
 def norms_of(module: nn.Module, owner: type) -> tuple[tuple[str, type], ...]:
@@ -140,3 +162,12 @@ def norms_of(module: nn.Module, owner: type) -> tuple[tuple[str, type], ...]:
         if kind in NORM_OPS or kind is type(None):
             found.append((path, kind))
     return tuple(found)
+
+
+def _reduce_method(method: types.MethodType) -> tuple:
+    rewritten = getattr(method.__func__, "rewritten", None)
+    return method.__reduce__() if rewritten is None else (rewritten.bind, (method.__self__,))
+
+
+# A bound method pickles as its function's name, which would lead to the class's own forward. Others stay as they were.
+copyreg.pickle(types.MethodType, _reduce_method)

@@ -1,8 +1,8 @@
 """How does an unmodified model get its rewritten forwards, and lose them again?"""
 
 import contextlib
-import functools
 import inspect
+import types
 from collections.abc import Collection, Iterator
 
 import torch
@@ -13,7 +13,6 @@ from ..errors import UserError
 from .forwards import RewrittenForward, norms_of, rewritten_forward
 from .ops import OPS, extension_missing_reason, kernel_backend
 from .patch_report import PatchReport
-from .runtime import run_rewritten
 
 __all__ = ["PatchReport", "patch_model", "patched", "unpatch_model"]
 
@@ -69,12 +68,11 @@ def unpatch_model(model: nn.Module) -> None:
     """Give every module of a model (or pipeline) its own forward back; what was never patched stays as it is."""
     for module in (module for model in _models_of(model) for module in model.modules()):
         for holder, name in _slots(module):
-            forward = getattr(holder, name)
-            if _is_ours(forward):
-                if holder is module and name == "forward" and not forward.had_instance_forward:
-                    del module.forward
-                else:
-                    setattr(holder, name, forward.__wrapped__)
+            function = _function_of(getattr(holder, name), module)
+            if hasattr(function, "rewritten") and holder is module and name == "forward":
+                del module.forward
+            elif hasattr(function, "rewritten"):
+                setattr(holder, name, types.MethodType(function.rewritten.original, module))
 
 
 @contextlib.contextmanager
@@ -107,26 +105,23 @@ def _slots(module: nn.Module) -> Iterator[tuple[object, str]]:
     yield module, "forward"
 
 
+def _function_of(forward: object, module: nn.Module) -> object | None:
+    """The function of a bound method of this very module; None for all else, such as a hook's `functools.partial`."""
+    return forward.__func__ if inspect.ismethod(forward) and forward.__self__ is module else None
+
+
 def _install(module: nn.Module, owner: type, rewritten: RewrittenForward) -> str | None:
     """Put a rewritten forward into the innermost slot, or say why not."""
     if isinstance(module, ModelMixin):
         return _TOP_LEVEL
-    if rewritten.function is None:
+    if not rewritten.text:
         return rewritten.reason
     for holder, name in _slots(module):
-        forward = getattr(holder, name)
-        if inspect.ismethod(forward) and forward.__self__ is module and forward.__func__ is rewritten.original:
-            # `partial` deep-copies and pickles with the module, and then names the copy.
-            new = functools.update_wrapper(functools.partial(run_rewritten, module, rewritten), forward)
-            new.had_instance_forward = "forward" in vars(module)
-            setattr(holder, name, new)
+        if _function_of(getattr(holder, name), module) is rewritten.original:
+            setattr(holder, name, rewritten.bind(module))
             return None
     found = getattr(module.forward, "__qualname__", type(module.forward).__name__)
     return f"its forward on the instance is not the class's own but {found}"
-
-
-def _is_ours(forward: object) -> bool:
-    return isinstance(forward, functools.partial) and forward.func is run_rewritten
 
 
 # --------------------------------------------------------------------------------------------- arguments

@@ -61,7 +61,7 @@ class PatchReport:
             return
         row = self._rows.setdefault(forward.name, _Row())
         row.forwards[forward] += 1
-        if forward.function is not None and refusal is None:
+        if forward.text and refusal is None:
             row.patched[forward] += 1
             self.instances_patched += 1
         else:

@@ -25,17 +25,16 @@ class Rewriter:
     Args:
         function: its tree.
         function_globals: its globals.
-        is_norm: whether `self.<path>` is a norm that an op stands for; `path` as in the source.
-        kinds: the kinds of site to rewrite, see `Site`.
+        norms: `a.b`, as in the source, for each `self.a.b` that is a norm with an op; and whether to use that op.
+        gates: whether to use the op for gated residuals.
     """
 
-    def __init__(
-        self, function: ast.FunctionDef, function_globals: dict, is_norm: Callable[[str], bool], kinds: set[str]
-    ):
+    def __init__(self, function: ast.FunctionDef, function_globals: dict, norms: dict[str, bool], gates: bool):
         self._function = function
-        self._kinds = kinds
+        self._norms = norms
+        self._gates = gates
         self._effects = Effects(function, function_globals)
-        self._finder = Finder(self._effects, is_norm)
+        self._finder = Finder(self._effects, norms.__contains__)
         self._new_expressions: dict[int, ast.expr] = {}
         self._new_statements: dict[int, list[ast.stmt]] = {}
         self._dropped: dict[int, list[ast.Name]] = {}
@@ -57,23 +56,30 @@ class Rewriter:
             raise LeftEager(f"its forward uses names that begin with {PREFIX}")
         for match in self._finder.matches:
             if match.site.kind == "modulation" and self._finder.is_norm_call(match.main):
-                self._attempt([match], lambda match=match: self._fuse_modulation(match))
+                self._attempt([match], self._wants(match.main), lambda match=match: self._fuse_modulation(match))
             elif match.site.kind == "gate" and isinstance(match.second, ast.BinOp):
-                self._attempt([match], lambda match=match: self._fuse_gate(match))
+                self._attempt([match], self._gates, lambda match=match: self._fuse_gate(match))
         for definition in self._finder.definitions:
-            is_norm = self._finder.is_norm_definition(definition)
-            fuse = self._fuse_held_norm if is_norm else self._fuse_held_product
-            if readers := self._finder.readers(definition):
-                self._attempt(readers, lambda fuse=fuse, d=definition, readers=readers: fuse(d, readers))
+            readers = self._finder.readers(definition)
+            if self._finder.is_norm_definition(definition):
+                fuse, wanted = self._fuse_held_norm, self._wants(definition.value)
+            else:
+                fuse, wanted = self._fuse_held_product, self._gates
+            self._attempt(readers, wanted, lambda fuse=fuse, d=definition, readers=readers: fuse(d, readers))
         if self._new_expressions:
             _Replacer(self._new_expressions, self._new_statements, self._dropped).visit(self._function)
             ast.fix_missing_locations(self._function)
             return True
         return False
 
-    def _attempt(self, matches: list[Match], fuse: Callable[[], Iterable[Match]]) -> None:
+    def _wants(self, norm_call: ast.Call) -> bool:
+        return self._norms[self._effects.path(norm_call.func)]
+
+    def _attempt(self, matches: list[Match], wanted: bool, fuse: Callable[[], Iterable[Match]]) -> None:
+        if not matches:
+            return
         try:
-            if matches[0].site.kind not in self._kinds:
+            if not wanted:
                 raise LeftEager("its op was not asked for")
             for match in fuse():
                 match.site.reason = None

@@ -1,9 +1,10 @@
 """Does a fused op apply to this very call, and what runs if not? (Guard 3 of a rewrite.)
 
-`FusedOps` is what rewritten code calls `_adaln`. `run_rewritten` is the forward that `patch` installs. torch.compile
+`FusedOps` is what rewritten code calls `_adaln`, `forward_of` makes the forward that `patch` installs. torch.compile
 traces all of it, so nothing counts, logs or caches along the way.
 """
 
+import functools
 import types
 import warnings
 from collections.abc import Callable
@@ -58,7 +59,7 @@ class FusedOps:
         return (
             self.is_plain(norm)
             and self._is_stream(x)
-            and _normalized_width(norm) == x.shape[-1]
+            and _normalizes_rows_of(norm, x)
             and _affine_fits(norm, x)
             and _fits_rows(scale, x)
             and (shift is None or _fits_rows(shift, x))
@@ -129,9 +130,10 @@ def _fits_column(parameter: Tensor | None, x: Tensor, norm: nn.Module) -> bool:
     return _is_tensor(parameter) and parameter.device == x.device and (any_dtype or parameter.dtype == x.dtype)
 
 
-def _normalized_width(norm: nn.Module) -> int | None:
-    shape = norm.dim if type(norm) is RMSNorm else norm.normalized_shape
-    return shape[0] if len(shape) == 1 else None
+def _normalizes_rows_of(norm: nn.Module, x: Tensor) -> bool:
+    if type(norm) is RMSNorm:  # always the last dimension, whatever its `dim` says
+        return norm.weight is None or norm.weight.shape == x.shape[-1:]
+    return tuple(norm.normalized_shape) == tuple(x.shape[-1:])
 
 
 def _norm_dtype(norm: nn.Module, x: Tensor) -> torch.dtype:
@@ -160,16 +162,22 @@ class Verdict(Enum):
     DIFFERS = "first call differed"
 
 
-def run_rewritten(module: nn.Module, rewritten, /, *args, **kwargs):
-    """The forward that stands in for `type(module).forward`.
+def forward_of(rewritten) -> types.FunctionType:
+    """The function that stands in for a class's forward, to be bound to its instances.
 
     Args:
-        module: whose forward it is (a deep copy of a patched module carries one that names the copy).
-        rewritten: `forwards.RewrittenForward`: `function`, `original` and the `verdict` on both.
+        rewritten: `forwards.RewrittenForward`: `function`, `original` and the `verdict` on both. The result carries it
+            as an attribute.
     """
-    if rewritten.verdict in (Verdict.UNCHECKED, Verdict.DIFFERS):
-        return _run_checked(module, rewritten, args, kwargs)
-    return rewritten.function(module, *args, **kwargs)
+
+    @functools.wraps(rewritten.original)
+    def forward(self, *args, **kwargs):
+        if rewritten.verdict in (Verdict.UNCHECKED, Verdict.DIFFERS):
+            return _run_checked(self, rewritten, args, kwargs)
+        return rewritten.function(self, *args, **kwargs)
+
+    forward.rewritten = rewritten
+    return forward
 
 
 def _run_checked(module: nn.Module, rewritten, args: tuple, kwargs: dict):
@@ -212,5 +220,6 @@ def _close(fused: Tensor, original: Tensor) -> bool:
     lowered = torch.is_autocast_enabled("cuda") and fused.dtype == torch.get_autocast_dtype("cuda")
     if fused.dtype != original.dtype and not lowered:
         return False
-    error, size = (torch.linalg.vector_norm(t, dtype=torch.float32) for t in (fused - original, original))
+    dtype = torch.promote_types(fused.dtype, torch.float32)
+    error, size = (torch.linalg.vector_norm(t, dtype=dtype) for t in (fused - original, original))
     return bool(error <= _TOLERANCES.get(fused.dtype, 1e-6) * size)

@@ -86,7 +86,7 @@ def shown_source(function: object) -> FunctionSource:
     Raises:
         LeftEager: it is no plain function, there is no source, or no such function stands there any more.
     """
-    for source, _ in _candidates(inspect.unwrap(function)):
+    for source, _ in _candidates(inspect.unwrap(function) if inspect.isfunction(function) else function):
         return source
     raise LeftEager(_EDITED)
 

@@ -1,0 +1,178 @@
+"""What does patch_model accept, refuse and say?"""
+
+import json
+
+import pytest
+import torch
+from diffusers.models.normalization import AdaLayerNormZero
+from support.tiny_models import tiny_inputs, tiny_model
+from torch import nn
+
+from adaptiveload_hf import UserError, patch_model, patched, unpatch_model
+from adaptiveload_hf.adaln import ops
+from adaptiveload_hf.adaln import patch as patch_module
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+class Mixed(nn.Module):
+    """One site that is fused, one that is not, and one that an RMS norm takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.rms = nn.RMSNorm(8, eps=1e-6)
+
+    def forward(self, x, scale, shift, gate):
+        normed = self.norm(x)
+        x = normed * (1 + scale) + shift + normed
+        return x + gate * (self.rms(x) * (1 + scale))
+
+
+def test_the_printed_report_is_a_table_and_a_line_per_op():
+    model = tiny_model("sd35")
+    lines = str(patch_model(model)).splitlines()
+    assert [cell.strip() for cell in lines[0].split("|")] == [
+        *("class", "instances", "modulations", "gates", "how", "left eager because")
+    ]
+    cells = {
+        cell[0]: cell[1:5] for cell in ([c.strip() for c in line.split("|")] for line in lines[2:] if "|" in line)
+    }
+    assert cells == {
+        "JointTransformerBlock": ["3", "6/6", "15/15", "rewritten (tested source)"],
+        "SD35AdaLayerNormZeroX": ["2", "4/4", "0/0", "rewritten (tested source)"],
+        "AdaLayerNormZero": ["3", "3/3", "0/0", "rewritten (tested source)"],
+        "AdaLayerNormContinuous": ["2", "2/2", "0/0", "rewritten (tested source)"],
+    }
+    assert [line.partition(":")[0] for line in lines if line.partition(":")[0] in ops.OPS] == list(ops.OPS)
+
+
+def test_the_report_says_what_stays_eager_and_why():
+    report = patch_model(tiny_model("wan"))
+    row = next(row for row in report.to_dict()["classes"] if row["class"].endswith("WanTransformer3DModel"))
+    assert (row["how"], row["modulations_fused"], row["modulations_found"]) == ("eager", 0, 1)
+    assert "top-level forward" in row["left_eager"][0]
+
+    row = patch_model(Mixed()).to_dict()["classes"][0]
+    assert (row["modulations_fused"], row["modulations_found"]) == (1, 2)
+    assert (row["gates_fused"], row["gates_found"]) == (1, 1)
+    assert row["left_eager"] == ["normed * (1 + scale) + shift: normed is used otherwise too"]
+
+
+def test_the_report_says_where_each_op_runs_and_why_the_extension_is_missing(monkeypatch):
+    monkeypatch.setattr(patch_module, "extension_missing_reason", lambda: "not built: do this")
+    report = patch_model(Mixed())
+    assert "layer_norm_modulate: reference on cpu" in str(report)
+    assert "CUDA extension missing: not built: do this" in str(report)
+    assert report.to_dict()["extension_missing"] == "not built: do this"
+    assert "gate_residual: reference\n" in str(patch_model(Mixed(), backend="reference")) + "\n"
+
+
+def test_the_report_is_plain_data_too():
+    report = patch_model(tiny_model("wan"))
+    assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
+
+
+def test_the_generated_code_is_shown_by_class_name():
+    report = patch_model(tiny_model("wan"))
+    source = report.source("WanTransformerBlock")
+    assert source == report.source("diffusers.models.transformers.transformer_wan.WanTransformerBlock")
+    assert "_adaln.modulate(self.norm1, hidden_states, scale_msa, shift_msa, cast_back=True)" in source
+    assert "else (self.norm1(hidden_states.float()) * (1 + scale_msa) + shift_msa).type_as(hidden_states)" in source
+    with pytest.raises(UserError, match=r"no class Attention was patched\. These were: WanTransformerBlock"):
+        report.source("Attention")
+
+
+def test_only_the_ops_asked_for_are_used():
+    gates = patch_model(tiny_model("wan"), ops=["gate_residual"]).to_dict()
+    assert [(row["modulations_fused"], row["gates_fused"]) for row in gates["classes"]] == [(0, 0), (0, 4)]
+    assert "its op was not asked for" in str(gates)
+    assert list(gates["backends"]) == ["gate_residual"]
+    row = patch_model(Mixed(), ops="rms_norm_modulate").to_dict()["classes"][0]
+    assert (row["modulations_fused"], row["gates_fused"]) == (1, 0)
+    with pytest.raises(UserError, match="its op was not asked for"):
+        patch_model(AdaLayerNormZero(8), ops="rms_norm_modulate")
+
+
+def test_patching_again_replaces_the_patch():
+    model = tiny_model("wan")
+    patch_model(model, ops="gate_residual")
+    patch_model(model)
+    assert "_adaln.modulate" in patch_model(model).source("WanTransformerBlock")
+    unpatch_model(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+    unpatch_model(model)
+
+
+def test_the_context_manager_unpatches_even_after_an_error():
+    model = tiny_model("wan")
+    with pytest.raises(ZeroDivisionError), patched(model, backend="reference") as report:
+        assert report.instances_patched == 2
+        raise ZeroDivisionError
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_bare_module_is_patched_as_well():
+    norm = AdaLayerNormZero(8)
+    assert patch_model(norm).instances_patched == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (Plain(), {}, r"found nothing to patch in Plain \(no adaptive layer norm or gated residual in Plain\)"),
+        (nn.Linear(2, 2), {}, "torch modules alone"),
+        ("a path", {}, "expected an nn.Module or a diffusers pipeline, found str"),
+        (nn.DataParallel(Mixed()), {}, "found nn.DataParallel, whose replicas share one forward"),
+        (Mixed(), {"backend": "triton"}, "backend must be one of auto, cuda, reference, but it is 'triton'"),
+        (Mixed(), {"verify": True}, "verify must be one of auto, always, never, but it is True"),
+        (Mixed(), {"ops": ["rope"]}, "but it names rope"),
+        (Mixed(), {"ops": []}, "but it names nothing"),
+        (Mixed(), {"ops": "rms_norm_rope"}, "its op was not asked for"),
+    ],
+)
+def test_what_cannot_be_done_is_said(model, options, message):
+    with pytest.raises(UserError, match=message):
+        patch_model(model, **options)
+
+
+def test_a_pipeline_without_transformer_is_refused():
+    class Pipeline:
+        def __init__(self):
+            self.components = {"unet": Mixed(), "vae": Mixed()}
+
+    with pytest.raises(UserError, match="expected a pipeline with a transformer, but Pipeline has unet, vae"):
+        patch_model(Pipeline())
+
+
+def test_the_cuda_backend_is_refused_where_it_cannot_run(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match='backend="cuda" needs a GPU, and torch sees none here'):
+        patch_model(Mixed(), backend="cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(patch_module, "extension_missing_reason", lambda: "it holds no code for GPU 0")
+    with pytest.raises(UserError, match="needs the CUDA extension, which is missing: it holds no code for GPU 0"):
+        patch_model(Mixed(), backend="cuda")
+    monkeypatch.setattr(patch_module, "extension_missing_reason", lambda: None)
+    with pytest.raises(UserError, match="has no kernel for rms_norm_modulate yet"):
+        patch_model(Mixed(), backend="cuda", ops="rms_norm_modulate")
+
+
+def test_with_the_cuda_backend_tensors_elsewhere_run_as_written(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(patch_module, "extension_missing_reason", lambda: None)
+    monkeypatch.setattr(
+        patch_module, "kernel_backend", lambda op, device: "cuda" if op == "gate_residual" else "reference"
+    )
+    model = tiny_model("wan")
+    expected = model(**tiny_inputs("wan"), return_dict=False)[0]
+    report = patch_model(model, backend="cuda")
+    assert report.backends == {"gate_residual": "cuda"}
+    assert torch.equal(model(**tiny_inputs("wan"), return_dict=False)[0], expected)

@@ -1,0 +1,289 @@
+"""Guard 3: does each call check that the fused op may stand for the expression?"""
+
+import warnings
+
+import pytest
+import torch
+from diffusers.models.normalization import FP32LayerNorm, RMSNorm
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from adaptiveload_hf import patch_model
+from adaptiveload_hf.adaln import ops, runtime
+
+
+class Inline(nn.Module):
+    def __init__(self, norm=None):
+        super().__init__()
+        self.norm = norm or nn.LayerNorm(8, elementwise_affine=False)
+
+    def forward(self, x, scale, shift, gate):
+        return x + gate * (self.norm(x) * (1 + scale) + shift)
+
+
+class Held(Inline):
+    def forward(self, x, scale, shift, gate):
+        normed = self.norm(x)
+        y = normed * (1 + scale) + shift
+        return x + gate * y
+
+
+class Cast(Inline):
+    def forward(self, x, scale, shift, gate):
+        y = (self.norm(x.float()) * (1 + scale) + shift).type_as(x)
+        return (x.float() + y.float() * gate).type_as(x)
+
+
+BLOCKS = pytest.mark.parametrize("block_class", [Inline, Held, Cast])
+
+
+def tensors(rows=1, dtype=torch.float32, modulation=torch.float32, batch=2):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 5, 8, generator=generator).to(dtype)
+    rest = (torch.randn(batch, rows, 8, generator=generator).to(modulation) for _ in range(3))
+    return [x, *rest]
+
+
+@pytest.fixture
+def op_calls(monkeypatch):
+    """The names of the fused ops that run."""
+    calls = []
+    for name in ("layer_norm_modulate", "rms_norm_modulate", "gate_residual"):
+        original = getattr(ops, name)
+
+        def counted(*args, name=name, original=original, **options):
+            calls.append(name)
+            return original(*args, **options)
+
+        monkeypatch.setattr(ops, name, counted)
+    return calls
+
+
+def check_literal(block, arguments, op_calls, op="layer_norm_modulate"):
+    """Patched, the block gives bit for bit what it gives unpatched, without the op."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        expected = type(block).forward(block, *arguments)
+        found = block(*arguments)
+    assert op not in op_calls
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@BLOCKS
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_rows_that_broadcast_are_fused(block_class, rows, batch, op_calls):
+    block = block_class()
+    arguments = tensors(rows, batch=batch)
+    expected = block(*arguments)
+    patch_model(block, verify="never")
+    torch.testing.assert_close(block(*arguments), expected)
+    assert op_calls == ["layer_norm_modulate", "gate_residual"]
+
+
+@BLOCKS
+@pytest.mark.parametrize(
+    "place_hook",
+    [
+        lambda norm, hook: norm.register_forward_hook(hook),
+        lambda norm, hook: norm.register_forward_pre_hook(hook),
+        lambda norm, hook: norm.register_full_backward_hook(hook),
+        lambda norm, hook: norm.register_full_backward_pre_hook(hook),
+        lambda norm, hook: torch_module.register_module_forward_hook(hook),
+        lambda norm, hook: torch_module.register_module_forward_pre_hook(hook),
+        lambda norm, hook: torch_module.register_module_full_backward_hook(hook),
+    ],
+)
+def test_a_hook_on_the_norm_or_on_all_modules_is_called(block_class, place_hook, op_calls):
+    block = block_class()
+    patch_model(block, verify="never")
+    seen = []
+    arguments = [tensor.requires_grad_() for tensor in tensors()]
+    handle = place_hook(block.norm, lambda module, *_: seen.append(module))
+    try:
+        block(*arguments).sum().backward()
+    finally:
+        handle.remove()
+    assert block.norm in seen
+    assert "layer_norm_modulate" not in op_calls
+    block(*arguments)
+    assert "layer_norm_modulate" in op_calls
+
+
+@BLOCKS
+def test_an_own_forward_of_the_norm_instance_is_called(block_class, op_calls):
+    block = block_class()
+    patch_model(block, verify="never")
+    block.norm.forward = lambda x: x * 0
+    _, scale, shift, gate = arguments = tensors()
+    torch.testing.assert_close(block(*arguments), arguments[0] + gate * shift)
+    assert "layer_norm_modulate" not in op_calls
+    del scale
+
+
+class OwnNorm(nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+@BLOCKS
+def test_a_norm_swapped_for_another_class_after_patching_is_called(block_class, op_calls):
+    block = block_class()
+    patch_model(block, verify="never")
+    block.norm = OwnNorm(8)
+    check_literal(block, tensors(), op_calls)
+
+
+@BLOCKS
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, scale, shift, gate: (x.double(), scale.double(), shift.double(), gate.double()),
+        lambda x, scale, shift, gate: (x[0], scale, shift, gate),
+        lambda x, scale, shift, gate: (x[:, None], scale, shift, gate),
+        lambda x, scale, shift, gate: (x[:1], scale, shift, gate),
+        lambda x, scale, shift, gate: (x, scale[0, 0], shift, gate),
+        lambda x, scale, shift, gate: (x, scale, shift[..., :1], gate),
+        lambda x, scale, shift, gate: (x.to("meta"), scale.to("meta"), shift.to("meta"), gate.to("meta")),
+    ],
+    ids=["float64", "2-D x", "4-D x", "x broadcast", "1-D scale", "narrow shift", "meta"],
+)
+def test_what_the_ops_do_not_take_runs_as_written(block_class, change, op_calls):
+    block = block_class()
+    patch_model(block, verify="never")
+    check_literal(block, change(*tensors()), op_calls)
+
+
+@BLOCKS
+def test_a_shape_that_eager_refuses_is_refused_as_by_eager(block_class):
+    block = block_class()
+    patch_model(block, verify="never")
+    x, _, shift, gate = tensors()
+    frames = torch.randn(2, 3, 8)  # the op would take 3 rows for 6 tokens
+    with pytest.raises(RuntimeError, match="must match the size"):
+        block(torch.cat([x, x[:, :1]], 1), frames, shift, gate)
+
+
+@pytest.mark.parametrize(
+    ("norm", "weight"),
+    [
+        (nn.LayerNorm(8, eps=1e-5), None),
+        (nn.LayerNorm(8, eps=1e-5, bias=False), None),
+        (FP32LayerNorm(8, eps=1e-5), None),
+        (FP32LayerNorm(8, eps=1e-5), torch.bfloat16),
+        (nn.RMSNorm(8, eps=1e-5), None),
+        (RMSNorm(8, eps=1e-5), None),
+        (RMSNorm(8, eps=1e-5), torch.bfloat16),
+        (RMSNorm(0, eps=1e-5, elementwise_affine=False), None),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("modulation", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_norm_gives_eagers_dtype_and_values(norm, weight, dtype, modulation, op_calls):
+    torch.manual_seed(0)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    norm = norm.to(weight or (dtype if type(norm) in (nn.LayerNorm, nn.RMSNorm) else torch.float32))
+    block = Inline(norm)
+    arguments = tensors(dtype=dtype, modulation=modulation)
+    expected = block(*arguments)
+    patch_model(block, verify="never")
+    found = block(*arguments)
+    assert found.dtype == expected.dtype
+    assert len(op_calls) == 2
+    lowest = torch.bfloat16 in (dtype, modulation, weight)
+    torch.testing.assert_close(
+        found.float(), expected.float(), rtol=0.03 if lowest else 1e-5, atol=0.06 if lowest else 1e-5
+    )
+
+
+@pytest.mark.parametrize("norm", [RMSNorm(8, eps=1e-5, bias=True), nn.RMSNorm(8)], ids=str)
+def test_norms_that_the_ops_do_not_cover_run_as_written(norm, op_calls):
+    block = Inline(norm)
+    patch_model(block, verify="never")
+    check_literal(block, tensors(), op_calls, op="rms_norm_modulate")
+
+
+def test_a_norm_whose_weight_has_another_dtype_runs_as_written(op_calls):
+    block = Inline(nn.LayerNorm(8))
+    patch_model(block, verify="never")
+    check_literal(block, tensors(dtype=torch.bfloat16), op_calls)
+
+
+def test_cast_back_gives_the_dtype_of_x(op_calls):
+    block = Cast()
+    arguments = tensors(dtype=torch.bfloat16)
+    expected = block(*arguments)
+    patch_model(block, verify="never")
+    found = block(*arguments)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    assert op_calls == ["layer_norm_modulate", "gate_residual"]
+    torch.testing.assert_close(found, expected, rtol=0.01, atol=0.01)
+
+
+# ------------------------------------------------------------------------------------- first-call comparison
+
+
+def broken(*args, original=ops.layer_norm_modulate, **options):
+    return original(*args, **options) * 1.5
+
+
+class NeverSeen(Inline):
+    def forward(self, x, scale, shift, gate):
+        return self.norm(x) * (1 + scale) + shift + gate
+
+
+class NeverSeenEither(Inline):
+    def forward(self, x, scale, shift, gate):
+        return nn.functional.dropout(self.norm(x) * (1 + scale) + shift, 0.5)
+
+
+def test_an_untested_class_that_differs_runs_its_original_and_warns_once(monkeypatch):
+    block = NeverSeen()
+    arguments = tensors()
+    expected = block(*arguments)
+    report = patch_model(block)
+    assert "not compared yet" in str(report)
+    monkeypatch.setattr(ops, "layer_norm_modulate", broken)
+    with pytest.warns(UserWarning, match="NeverSeen differs from the original, which runs instead"):
+        found = block(*arguments)
+    assert torch.equal(found, expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(block(*arguments), expected)
+        other = NeverSeen()
+        assert "first call differed" in str(patch_model(other))
+        assert torch.equal(other(*arguments), expected)
+    assert report.to_dict()["classes"][0]["modulations_fused"] == 0
+
+
+def test_the_comparison_uses_the_same_random_numbers_and_leaves_none_used_up():
+    block = NeverSeenEither()
+    arguments = tensors()
+    torch.manual_seed(3)
+    expected = block(*arguments)
+    report = patch_model(block)
+    torch.manual_seed(3)
+    torch.testing.assert_close(block(*arguments), expected)
+    assert "first call was equal" in str(report)
+
+
+def test_a_call_that_shows_nothing_does_not_settle_the_comparison():
+    block = Held()
+    report = patch_model(block, verify="always")
+    x, *rest = tensors()
+    assert torch.isnan(block(x * torch.nan, *rest)).all()
+    assert "not compared yet" in str(report)
+    block(x, *rest)
+    assert "first call was equal" in str(report)
+
+
+def test_a_tested_source_is_not_compared(monkeypatch):
+    from support.tiny_models import tiny_inputs, tiny_model
+
+    model = tiny_model("wan")
+    report = patch_model(model)
+    monkeypatch.setattr(runtime, "_compare", lambda *_: pytest.fail("compared"))
+    model(**tiny_inputs("wan"))
+    assert "tested source" in str(report)
