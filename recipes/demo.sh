@@ -19,11 +19,12 @@ python recipes/tiny_wan.py --output_dir "$out/tiny_wan"
 say "2/5 decode with PyAV, encode with AutoencoderKLWan and UMT5"
 python recipes/prepare_dataset.py --instance_data_root "$data" --output_dir "$out/prepared" \
     --pretrained_model_name_or_path "$out/tiny_wan" --fps 16 \
-    --video_resolution_buckets 1x64x64 1x64x96 1x96x64 5x64x96 9x64x64 9x64x96 17x64x96
+    --max_sequence_length 160 \
+    --video_resolution_buckets 1x96x96 1x96x160 1x160x96 9x96x160 17x96x96 17x96x160 33x96x160
 
 say "3/5 time training steps on the live FSDP2 model, fit, plan, simulate"
 $launch recipes/benchmark_shapes.py --pretrained_model_name_or_path "$out/tiny_wan" --dataset "$out/prepared" \
-    --output_dir "$out/config" --gradient_accumulation_steps 2
+    --output_dir "$out/config" --gradient_accumulation_steps 2 --max_points 9
 
 say "4/5 train on 2 ranks: 12 optimizer steps and a checkpoint, then resume to 24 with the samples not yet seen"
 train="$launch recipes/train_wan.py --pretrained_model_name_or_path $out/tiny_wan --dataset $out/prepared

@@ -14,13 +14,13 @@ from PIL import Image, ImageDraw
 FPS = 16
 # (frames, height, width) of the buckets that the files are meant for, and how many files each gets: uneven on purpose.
 SAMPLES = {
-    (1, 64, 64): 9,
-    (1, 64, 96): 14,
-    (1, 96, 64): 5,
-    (5, 64, 96): 11,
-    (9, 64, 64): 6,
-    (9, 64, 96): 7,
-    (17, 64, 96): 8,
+    (1, 96, 96): 9,
+    (1, 96, 160): 11,
+    (1, 160, 96): 5,
+    (9, 96, 160): 8,
+    (17, 96, 96): 6,
+    (17, 96, 160): 10,
+    (33, 96, 160): 13,
 }
 COLORS = {
     "red": (214, 40, 40),
