@@ -42,8 +42,9 @@ __device__ __forceinline__ void load_normed(const LayerNormBackward& p, int64_t 
 template <typename T, int R, bool SUMS, int THREADS, int BLOCKS>
 __global__ void __launch_bounds__(THREADS, BLOCKS)
     backward_rows(const LayerNormBackward p, const Segments segments, const int stages) {
-  extern __shared__ uint4 ring[];  // [stages][R][x, grad][pieces][threads]
+  extern __shared__ uint4 pieces[];
   __shared__ float buffer[2][64 * R];
+  const Ring<T, 2 * R> ring = {pieces, stages};  // R rows of x, then R of grad
   const int width = static_cast<int>(p.shape.width), column = threadIdx.x * kPack;
   const bool mine = column < width;
   const int64_t segment = blockIdx.x / segments.chunks, batch = segment / p.shape.rows;
@@ -52,49 +53,46 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
   const T* const grad_rows = row_of<const T>(p.grad, batch, first) + column;
   T* const dx_rows = p.dx.data == nullptr ? nullptr : row_of<T>(p.dx, batch, first) + column;
   const float2* const stats_rows = p.stats + batch * p.shape.tokens + first;
-  const int turns = (segments.tokens + R - 1) / R;
-  const int row_pieces = Pack<T>::kPieces * blockDim.x;
-
-  auto fetch_turn = [&](int turn, int stage) {
+  const int chunk = blockIdx.x % segments.chunks, turns = segments.turns(chunk, R);
+  const auto row_at = [&](int turn, int r) { return (chunk + turn * segments.chunks) * R + r; };
+  const auto fetch_turn = [&](int turn, int stage) {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const int row = turn * R + r;
-      if (mine && row < segments.tokens) {
-        uint4* const slot = ring + (stage * R + r) * 2 * row_pieces;
-        fetch(slot, x_rows + row * p.x.row_stride);
-        fetch(slot + row_pieces, grad_rows + row * p.grad.row_stride);
+      const int row = row_at(turn, r);
+      if (mine && turn < turns && row < segments.tokens) {
+        ring.fetch(stage, r, x_rows + row * p.x.row_stride);
+        ring.fetch(stage, R + r, grad_rows + row * p.grad.row_stride);
       }
     }
-    close_group();
+    ring.close();
+  };
+  const auto stats_at = [&](int turn, int r) {
+    const int row = row_at(turn, r);
+    return turn < turns && row < segments.tokens ? stats_rows[row] : make_float2(0.f, 0.f);
   };
 
-  int turn = blockIdx.x % segments.chunks;
-  for (int stage = 0; stage < stages; ++stage) fetch_turn(turn + stage * segments.chunks, stage);
+  for (int stage = 0; stage < stages; ++stage) fetch_turn(stage, stage);
   float gain[kPack], scale_sum[kPack] = {}, shift_sum[kPack] = {};
   load_gain<Access::neighbours>(p, batch, segment % p.shape.rows, 0, true, gain);
+  float2 stats[R], older_stats[R], next_stats[R];  // mean, rstd of this turn, the one before, the one to come
+#pragma unroll
+  for (int r = 0; r < R; ++r) next_stats[r] = stats_at(0, r);
 
-  for (int stage = 0, parity = 0; turn < turns; turn += segments.chunks, parity ^= 1) {
-    float2 stats[R];  // mean, rstd
+  float means[2 * R] = {};  // of g and g * xh, in the turn before
+  for (int turn = 0, stage = 0; turn <= turns; ++turn) {
+    float x[kPack], grad[kPack], sums[2 * R] = {};
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const int row = turn * R + r;
-      stats[r] = row < segments.tokens ? stats_rows[row] : make_float2(0.f, 0.f);
+      older_stats[r] = stats[r];
+      stats[r] = next_stats[r];
+      next_stats[r] = stats_at(turn + 1, r);
     }
-    wait_for_oldest(stages);
-    Pack<T> x_packs[R], grad_packs[R];
-    float means[2 * R];  // of g and of g * xh
+    ring.wait(stages - 2);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      means[2 * r] = means[2 * r + 1] = 0.f;
-      x_packs[r] = grad_packs[r] = Pack<T>{};
-      if (mine && turn * R + r < segments.tokens) {
-        const uint4* const slot = ring + (stage * R + r) * 2 * row_pieces;
-        x_packs[r] = fetched<T>(slot);
-        grad_packs[r] = fetched<T>(slot + row_pieces);
-      }
-      float x[kPack], grad[kPack];
-      x_packs[r].read(x);
-      grad_packs[r].read(grad);
+      if (!mine || turn == turns || row_at(turn, r) >= segments.tokens) break;
+      ring.read(stage, r).read(x);
+      ring.read(stage, R + r).read(grad);
 #pragma unroll
       for (int i = 0; i < kPack; ++i) {
         const float xh = (x[i] - stats[r].x) * stats[r].y, g = grad[i] * gain[i];
@@ -102,30 +100,31 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
           scale_sum[i] += grad[i] * xh;
           shift_sum[i] += grad[i];
         }
-        means[2 * r] += g;
-        means[2 * r + 1] += g * xh;
+        sums[2 * r] += g;
+        sums[2 * r + 1] += g * xh;
       }
     }
-    block_sum<2 * R>(means, buffer[parity]);
-    fetch_turn(turn + stages * segments.chunks, stage);
-    stage = stage + 1 == stages ? 0 : stage + 1;
+    offer_sums<2 * R>(sums, buffer[turn % 2]);
+    const int older = ring.before(stage, 1);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const int row = turn * R + r;
-      if (dx_rows == nullptr || !mine || row >= segments.tokens) break;
-      const float g_mean = means[2 * r] / width, gx_mean = means[2 * r + 1] / width;
-      float x[kPack], grad[kPack];
-      keep_packed(x_packs[r]);
-      keep_packed(grad_packs[r]);
-      x_packs[r].read(x);
-      grad_packs[r].read(grad);
+      const int row = row_at(turn - 1, r);
+      if (!mine || dx_rows == nullptr || turn == 0 || row >= segments.tokens) break;
+      ring.read(older, r).read(x);
+      ring.read(older, R + r).read(grad);
 #pragma unroll
       for (int i = 0; i < kPack; ++i) {
-        const float xh = (x[i] - stats[r].x) * stats[r].y, g = grad[i] * gain[i];
-        x[i] = stats[r].y * (g - g_mean - xh * gx_mean);
+        const float xh = (x[i] - older_stats[r].x) * older_stats[r].y;
+        x[i] = older_stats[r].y * (grad[i] * gain[i] - means[2 * r] - xh * means[2 * r + 1]);
       }
       store_pack_once(dx_rows + row * p.dx.row_stride, x);
     }
+    __syncthreads();
+    if (turn >= 1) fetch_turn(turn - 1 + stages, older);
+    collect_sums<2 * R>(sums, buffer[turn % 2]);
+#pragma unroll
+    for (int n = 0; n < 2 * R; ++n) means[n] = sums[n] / width;
+    stage = stage + 1 == stages ? 0 : stage + 1;
   }
 
   if (SUMS && mine) {
@@ -221,8 +220,8 @@ Segments segments_of(const Shape& shape) {
 template <typename T, int R, bool SUMS, int THREADS, int BLOCKS>
 bool launch_rows(const LayerNormBackward& p, const Segments& segments, cudaStream_t stream, cudaError_t* error) {
   const int threads = threads_for(p.shape.width);
-  const int64_t stage_bytes = static_cast<int64_t>(R) * 2 * threads * sizeof(Pack<T>);
-  const int stages = stages_that_fit(stage_bytes, BLOCKS);
+  const int64_t stage_bytes = Ring<T, 2 * R>::stage_bytes(threads);
+  const int stages = stages_that_fit(stage_bytes, 2, 5, BLOCKS);
   if (stages == 0) return false;
   const int bytes = static_cast<int>(stages * stage_bytes);
   auto kernel = backward_rows<T, R, SUMS, THREADS, BLOCKS>;

@@ -2,8 +2,10 @@
 //
 // forward_rows: a block owns all columns of a few rows, a thread eight columns of each. What scale, shift, tables,
 // weight and bias do to a column is one gain and one offset in registers, loaded once, since all rows of a segment
-// share them. x comes ahead of time into a ring in shared memory, so that memory is busy while the block reduces:
-// x is read once, y written once, 4 bytes an element in 16-bit types.
+// share them. x comes ahead of time into a ring in shared memory. R rows make a turn, and three turns are in work at
+// once: sums of one, squares of the one before, output of the one before that. None waits for another within an
+// iteration, so one barrier serves all and its latency is hidden. x is read once, y written once: 4 bytes an element
+// in 16-bit types.
 // forward_any: one row at a time, everything read where it is needed: any dtypes, any alignment, a modulation row per
 // token.
 // Mean and variance are two passes over registers: E[x^2] - E[x]^2 loses all digits far from zero.
@@ -12,97 +14,97 @@
 namespace adaptiveload {
 namespace {
 
-// gain and offset of one column: LN * weight + bias, then * m + shift, is LN * (weight * m) + (bias * m + shift).
+// gain and offset of my columns: LN * weight + bias, then * m + shift, is LN * (weight * m) + (bias * m + shift).
+// Everything is loaded before anything is used, so that the loads wait together.
 template <Access A>
 __device__ __forceinline__ void load_affine(const LayerNormForward& p, int64_t batch, int64_t row, int first,
                                             float (&gain)[kPack], float (&offset)[kPack]) {
   const int width = static_cast<int>(p.shape.width);
-  float term[kPack];
+  float scale_table[kPack], shift_table[kPack], weight[kPack], bias[kPack];
   load_columns<A>(gain, p.scale, batch, row, first, width, 0.f);
-  load_columns<A>(term, p.scale_table, 0, 0, first, width, 0.f);
-#pragma unroll
-  for (int i = 0; i < kPack; ++i) gain[i] += 1.f + term[i];
   load_columns<A>(offset, p.shift, batch, row, first, width, 0.f);
-  load_columns<A>(term, p.shift_table, 0, 0, first, width, 0.f);
+  load_columns<A>(scale_table, p.scale_table, 0, 0, first, width, 0.f);
+  load_columns<A>(shift_table, p.shift_table, 0, 0, first, width, 0.f);
+  load_columns<A>(weight, p.weight, 0, 0, first, width, 1.f);
+  load_columns<A>(bias, p.bias, 0, 0, first, width, 0.f);
 #pragma unroll
-  for (int i = 0; i < kPack; ++i) offset[i] += term[i];
-  load_columns<A>(term, p.bias, 0, 0, first, width, 0.f);
-#pragma unroll
-  for (int i = 0; i < kPack; ++i) offset[i] += term[i] * gain[i];
-  load_columns<A>(term, p.weight, 0, 0, first, width, 1.f);
-#pragma unroll
-  for (int i = 0; i < kPack; ++i) gain[i] *= term[i];
+  for (int i = 0; i < kPack; ++i) {
+    gain[i] += 1.f + scale_table[i];
+    offset[i] += shift_table[i] + bias[i] * gain[i];
+    gain[i] *= weight[i];
+  }
 }
 
 template <typename T, int R, int THREADS, int BLOCKS>
 __global__ void __launch_bounds__(THREADS, BLOCKS)
     forward_rows(const LayerNormForward p, const Segments segments, const int stages) {
-  extern __shared__ uint4 ring[];  // [stages][R][pieces][threads]
-  __shared__ float buffer[2][32 * R];
+  extern __shared__ uint4 pieces[];
+  __shared__ float buffer[2][64 * R];
+  const Ring<T, R> ring = {pieces, stages};
   const int width = static_cast<int>(p.shape.width), column = threadIdx.x * kPack;
   const bool mine = column < width;
   const int64_t segment = blockIdx.x / segments.chunks, batch = segment / p.shape.rows;
   const int64_t first = segment % p.shape.rows * segments.tokens;
   const T* const x_rows = row_of<const T>(p.x, batch, first) + column;
   T* const y_rows = row_of<T>(p.y, batch, first) + column;
-  const int turns = (segments.tokens + R - 1) / R;
-  const int row_pieces = Pack<T>::kPieces * blockDim.x;
-
-  auto fetch_turn = [&](int turn, int stage) {
+  float2* const stats_rows = p.stats + batch * p.shape.tokens + first;
+  const int chunk = blockIdx.x % segments.chunks, turns = segments.turns(chunk, R);
+  const auto row_at = [&](int turn, int r) { return (chunk + turn * segments.chunks) * R + r; };
+  const auto fetch_turn = [&](int turn, int stage) {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const int row = turn * R + r;
-      if (mine && row < segments.tokens) {
-        fetch(ring + (stage * R + r) * row_pieces, x_rows + row * p.x.row_stride);
-      }
+      const int row = row_at(turn, r);
+      if (mine && turn < turns && row < segments.tokens) ring.fetch(stage, r, x_rows + row * p.x.row_stride);
     }
-    close_group();
+    ring.close();
   };
 
-  int turn = blockIdx.x % segments.chunks;
-  for (int stage = 0; stage < stages; ++stage) fetch_turn(turn + stage * segments.chunks, stage);
+  for (int stage = 0; stage < stages; ++stage) fetch_turn(stage, stage);
   float gain[kPack], offset[kPack];
   load_affine<Access::neighbours>(p, batch, segment % p.shape.rows, 0, gain, offset);
 
-  for (int stage = 0; turn < turns; turn += segments.chunks) {
-    wait_for_oldest(stages);
-    Pack<T> packs[R];
-    float mean[R], squares[R], x[kPack];
+  float mean[R] = {}, older_mean[R] = {}, older_rstd[R] = {};  // of the turn before, of the one before that
+  for (int turn = 0, stage = 0; turn < turns + 2; ++turn) {
+    float x[kPack], sums[2 * R] = {};  // of x in this turn, of (x - mean)^2 in the turn before
+    ring.wait(stages - 3);
+    if (mine) {
 #pragma unroll
-    for (int r = 0; r < R; ++r) {
-      mean[r] = 0.f;
-      packs[r] = Pack<T>{};
-      if (mine && turn * R + r < segments.tokens) packs[r] = fetched<T>(ring + (stage * R + r) * row_pieces);
-      packs[r].read(x);
+      for (int r = 0; r < R; ++r) {
+        if (turn < turns) {
+          ring.read(stage, r).read(x);
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) mean[r] += x[i];
+          for (int i = 0; i < kPack; ++i) sums[r] += x[i];
+        }
+        if (turn >= 1) {
+          ring.read(ring.before(stage, 1), r).read(x);
+#pragma unroll
+          for (int i = 0; i < kPack; ++i) sums[R + r] += (x[i] - mean[r]) * (x[i] - mean[r]);
+        }
+      }
     }
-    block_sum<R>(mean, buffer[0]);
-    fetch_turn(turn + stages * segments.chunks, stage);
-    stage = stage + 1 == stages ? 0 : stage + 1;
+    offer_sums<2 * R>(sums, buffer[turn % 2]);
+    const int oldest = ring.before(stage, 2);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      mean[r] /= width;
-      squares[r] = 0.f;
-      keep_packed(packs[r]);
-      packs[r].read(x);
-#pragma unroll
-      for (int i = 0; i < kPack; ++i) squares[r] += mine ? (x[i] - mean[r]) * (x[i] - mean[r]) : 0.f;
-    }
-    block_sum<R>(squares, buffer[1]);
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      const int row = turn * R + r;
-      if (row >= segments.tokens) break;
-      const float rstd = rsqrtf(squares[r] / width + p.eps);
-      if (threadIdx.x == 0) p.stats[batch * p.shape.tokens + first + row] = make_float2(mean[r], rstd);
+      const int row = row_at(turn - 2, r);
+      if (turn < 2 || row >= segments.tokens) break;
+      if (threadIdx.x == 0) stats_rows[row] = make_float2(older_mean[r], older_rstd[r]);
       if (!mine) continue;
-      keep_packed(packs[r]);
-      packs[r].read(x);
+      ring.read(oldest, r).read(x);
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) x[i] = (x[i] - mean[r]) * rstd * gain[i] + offset[i];
+      for (int i = 0; i < kPack; ++i) x[i] = (x[i] - older_mean[r]) * older_rstd[r] * gain[i] + offset[i];
       store_pack_once(y_rows + row * p.y.row_stride, x);
     }
+    __syncthreads();
+    if (turn >= 2) fetch_turn(turn - 2 + stages, oldest);
+    collect_sums<2 * R>(sums, buffer[turn % 2]);
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      older_mean[r] = mean[r];
+      older_rstd[r] = rsqrtf(sums[R + r] / width + p.eps);
+      mean[r] = sums[r] / width;
+    }
+    stage = stage + 1 == stages ? 0 : stage + 1;
   }
 }
 
@@ -144,8 +146,8 @@ __global__ void __launch_bounds__(kMostAnyThreads) forward_any(const LayerNormFo
 template <typename T, int R, int THREADS, int BLOCKS>
 bool launch_rows(const LayerNormForward& p, cudaStream_t stream, cudaError_t* error) {
   const int threads = threads_for(p.shape.width);
-  const int64_t stage_bytes = static_cast<int64_t>(R) * threads * sizeof(Pack<T>);
-  const int stages = stages_that_fit(stage_bytes, BLOCKS);
+  const int64_t stage_bytes = Ring<T, R>::stage_bytes(threads);
+  const int stages = stages_that_fit(stage_bytes, 3, 5, BLOCKS);
   if (stages == 0) return false;
   const int bytes = static_cast<int>(stages * stage_bytes);
   auto kernel = forward_rows<T, R, THREADS, BLOCKS>;
@@ -159,7 +161,7 @@ bool launch_rows(const LayerNormForward& p, cudaStream_t stream, cudaError_t* er
 
 template <typename T>
 bool launch_rows(const LayerNormForward& p, cudaStream_t stream, cudaError_t* error) {
-  constexpr int kRows = sizeof(T) == 4 ? 2 : 4;  // float32 packs take twice the registers
+  constexpr int kRows = sizeof(T) == 4 ? 2 : 4;  // a float32 stage takes twice the room
   const int threads = threads_for(p.shape.width);
   if (threads <= 256) return launch_rows<T, kRows, 256, 3>(p, stream, error);
   if (threads <= 384) return launch_rows<T, kRows, 384, 2>(p, stream, error);

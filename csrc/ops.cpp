@@ -10,6 +10,8 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <optional>
+#include <stdexcept>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -24,10 +26,13 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Optional = std::optional<Tensor>;
 
+[[noreturn]] void refuse(const std::string& reason) { throw std::runtime_error("adaptiveload: " + reason); }
+
 Dtype dtype_of(ScalarType type) {
-  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16,
-                  "the CUDA kernels take float32, float16 and bfloat16, but found dtype ", static_cast<int>(type),
-                  ". Convert the tensor, or call adaptiveload_hf.adaln.reference.");
+  if (type != ScalarType::Float && type != ScalarType::Half && type != ScalarType::BFloat16) {
+    refuse("the CUDA kernels take float32, float16 and bfloat16, but found dtype " +
+           std::to_string(static_cast<int>(type)) + ". Convert the tensor, or call adaptiveload_hf.adaln.reference.");
+  }
   if (type == ScalarType::Float) return Dtype::float32;
   return type == ScalarType::Half ? Dtype::float16 : Dtype::bfloat16;
 }
@@ -39,11 +44,13 @@ Array array_of(const Optional& tensor, const Shape& shape, int64_t rows, const c
                std::vector<Tensor>& copies) {
   if (!tensor.has_value()) return {};
   Tensor t = *tensor;
-  STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == like.get_device_index(), name, " must be on the device of x");
+  if (!t.is_cuda() || t.get_device_index() != like.get_device_index()) {
+    refuse(std::string(name) + " must be on the device of x");
+  }
   const bool column = rows == kColumns;
   const bool fits = column ? t.dim() == 1 && t.size(0) == shape.width
                            : t.dim() == 3 && t.size(0) == shape.batch && t.size(1) == rows && t.size(2) == shape.width;
-  STD_TORCH_CHECK(fits, name, " has another shape than x, [B, S, D], asks for");
+  if (!fits) refuse(std::string(name) + " has another shape than x, [B, S, D], asks for");
   if (t.stride(t.dim() - 1) != 1 && shape.width > 1) {
     t = torch::stable::contiguous(t);
     copies.push_back(t);
@@ -66,14 +73,16 @@ Array array_of(const Tensor& contiguous, const Shape& shape, int64_t rows) {
 }
 
 Shape shape_of(const Tensor& x, int64_t rows) {
-  STD_TORCH_CHECK(x.is_cuda() && x.dim() == 3, "x must be a CUDA tensor [B, S, D]");
+  if (!x.is_cuda() || x.dim() != 3) refuse("x must be a CUDA tensor [B, S, D]");
   const Shape shape = {x.size(0), x.size(1), x.size(2), rows};
-  STD_TORCH_CHECK(shape.width <= adaptiveload::kMaxWidth, "the CUDA kernels take rows of up to ",
-                  adaptiveload::kMaxWidth, " columns, but x has D = ", shape.width,
-                  ". Use adaptiveload_hf.adaln.reference for it.");
-  STD_TORCH_CHECK(shape.tokens < (int64_t{1} << 30), "x has more than 2^30 tokens in a batch item");
-  STD_TORCH_CHECK(rows > 0 ? shape.tokens % rows == 0 : shape.tokens == 0,
-                  "the rows of the modulation must divide the tokens");
+  if (shape.width > adaptiveload::kMaxWidth) {
+    refuse("the CUDA kernels take rows of up to " + std::to_string(adaptiveload::kMaxWidth) +
+           " columns, but x has D = " + std::to_string(shape.width) + ". Use adaptiveload_hf.adaln.reference for it.");
+  }
+  if (shape.tokens >= (int64_t{1} << 30)) refuse("x has 2^30 tokens or more in a batch item");
+  if (rows > 0 ? shape.tokens % rows != 0 : shape.tokens != 0) {
+    refuse("the rows of the modulation must divide the tokens");
+  }
   return shape;
 }
 
@@ -93,7 +102,7 @@ cudaStream_t current_stream(const Tensor& x) {
 }
 
 void check(cudaError_t error, const char* op) {
-  STD_TORCH_CHECK(error == cudaSuccess, "adaptiveload::", op, ": ", cudaGetErrorString(error));
+  if (error != cudaSuccess) refuse(std::string(op) + ": " + cudaGetErrorString(error));
 }
 
 std::tuple<Tensor, Tensor> layer_norm_modulate(const Tensor& x, const Optional& scale, const Optional& shift,
@@ -128,9 +137,10 @@ std::vector<Tensor> layer_norm_modulate_backward(const Tensor& grad, const Tenso
                                                  int64_t needs) {
   const Shape shape = shape_of(x, rows_of(scale, std::nullopt, rows));
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  STD_TORCH_CHECK(stats.scalar_type() == ScalarType::Float && stats.is_contiguous() &&
-                      stats.numel() == shape.batch * shape.tokens * 2,
-                  "stats must be what the forward op returned");
+  if (stats.scalar_type() != ScalarType::Float || !stats.is_contiguous() ||
+      stats.numel() != shape.batch * shape.tokens * 2) {
+    refuse("stats must be what the forward op returned");
+  }
   std::vector<Tensor> copies, found;
   const auto wants = [&](int bit) { return (needs >> bit & 1) != 0; };
   const auto rows_gradient = [&](int64_t of_rows, ScalarType type) {
@@ -154,12 +164,11 @@ std::vector<Tensor> layer_norm_modulate_backward(const Tensor& grad, const Tenso
   found.reserve(7);
   if (wants(0)) p.dx = rows_gradient(shape.tokens, x.scalar_type());
   if (wants(1)) {
-    STD_TORCH_CHECK(scale.has_value(), "there is no scale to have a gradient");
+    if (!scale.has_value()) refuse("there is no scale to have a gradient");
     p.dscale = rows_gradient(shape.rows, scale->scalar_type());
   }
   if (wants(2)) {
-    STD_TORCH_CHECK(rows == shape.rows && (rows == 1 || rows < shape.tokens),
-                    "the gradient of a shift per token is grad itself");
+    if (rows != shape.rows || (rows > 1 && rows == shape.tokens)) refuse("a shift per token has grad as its gradient");
     p.dshift = rows_gradient(rows, shift_dtype);
   }
   p.dweight = column_gradient(3);
@@ -211,12 +220,12 @@ std::vector<Tensor> gate_residual_backward(const Tensor& grad, const Optional& y
   }
   Tensor partials;
   if ((needs & 12) != 0) {
-    STD_TORCH_CHECK(y.has_value(), "the gate's gradient needs y");
+    if (!y.has_value()) refuse("the gate's gradient needs y");
     partials = empty(grad, {adaptiveload::gate_backward_partials(shape)}, ScalarType::Float);
     p.partials = static_cast<float*>(partials.data_ptr());
   }
   if ((needs & 4) != 0) {
-    STD_TORCH_CHECK(gate.has_value(), "there is no gate to have a gradient");
+    if (!gate.has_value()) refuse("there is no gate to have a gradient");
     found.push_back(empty(grad, {shape.batch, shape.rows, shape.width}, gate->scalar_type()));
     p.dgate = array_of(found.back(), shape, shape.rows);
   }

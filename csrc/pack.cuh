@@ -123,63 +123,78 @@ __device__ __forceinline__ T* row_of(const Array& a, int64_t batch, int64_t row)
   return static_cast<T*>(a.data) + batch * a.batch_stride + row * a.row_stride;
 }
 
-// One element of an array whose dtype is only known when it runs; `absent` stands in for an absent operand.
-__device__ __forceinline__ float element(const Array& a, int64_t batch, int64_t row, int column, float absent) {
-  if (a.data == nullptr) return absent;
-  switch (a.dtype) {
-    case Dtype::float32: return row_of<const float>(a, batch, row)[column];
-    case Dtype::float16: return __half2float(row_of<const __half>(a, batch, row)[column]);
-    default: return __bfloat162float(row_of<const __nv_bfloat16>(a, batch, row)[column]);
+__device__ __forceinline__ float to_float(float value) { return value; }
+__device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
+__device__ __forceinline__ void set_value(float* at, float value) { *at = value; }
+__device__ __forceinline__ void set_value(__half* at, float value) { *at = __float2half_rn(value); }
+__device__ __forceinline__ void set_value(__nv_bfloat16* at, float value) { *at = __float2bfloat16_rn(value); }
+
+template <Access A, typename T>
+__device__ __forceinline__ void load_row(float (&values)[kPack], const T* row, int first, int width) {
+  if constexpr (A == Access::pieces) {
+    const int column = column_of<A>(first, 0);
+    if (column < width) load_pack(row + column).read(values);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) {
+      const int column = column_of<A>(first, i);
+      if (column < width) values[i] = to_float(row[column]);
+    }
   }
 }
-__device__ __forceinline__ void set_element(const Array& a, int64_t batch, int64_t row, int column, float value) {
-  switch (a.dtype) {
-    case Dtype::float32: row_of<float>(a, batch, row)[column] = value; break;
-    case Dtype::float16: row_of<__half>(a, batch, row)[column] = __float2half_rn(value); break;
-    default: row_of<__nv_bfloat16>(a, batch, row)[column] = __float2bfloat16_rn(value);
+template <Access A, typename T>
+__device__ __forceinline__ void store_row(const float (&values)[kPack], T* row, int first, int width) {
+  if constexpr (A == Access::pieces) {
+    const int column = column_of<A>(first, 0);
+    if (column < width) store_pack_once(row + column, values);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) {
+      const int column = column_of<A>(first, i);
+      if (column < width) set_value(row + column, values[i]);
+    }
   }
 }
 
-// My eight columns of a row, likewise; columns beyond the width read as `absent` and are not written.
+// My eight columns of a row of an array whose dtype is only known when it runs. Columns beyond the width and those of
+// an absent operand read as `absent`; the former are not written.
 template <Access A>
 __device__ __forceinline__ void load_columns(float (&values)[kPack], const Array& a, int64_t batch, int64_t row,
                                              int first, int width, float absent) {
 #pragma unroll
   for (int i = 0; i < kPack; ++i) values[i] = absent;
   if (a.data == nullptr) return;
-  if constexpr (A == Access::pieces) {
-    const int column = column_of<A>(first, 0);
-    if (column >= width) return;
-    switch (a.dtype) {
-      case Dtype::float32: load_pack(row_of<const float>(a, batch, row) + column).read(values); break;
-      case Dtype::float16: load_pack(row_of<const __half>(a, batch, row) + column).read(values); break;
-      default: load_pack(row_of<const __nv_bfloat16>(a, batch, row) + column).read(values);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kPack; ++i) {
-      const int column = column_of<A>(first, i);
-      if (column < width) values[i] = element(a, batch, row, column, absent);
-    }
+  switch (a.dtype) {
+    case Dtype::float32: load_row<A>(values, row_of<const float>(a, batch, row), first, width); break;
+    case Dtype::float16: load_row<A>(values, row_of<const __half>(a, batch, row), first, width); break;
+    default: load_row<A>(values, row_of<const __nv_bfloat16>(a, batch, row), first, width);
   }
 }
 template <Access A>
-__device__ __forceinline__ void store_columns(const Array& a, int64_t batch, int64_t row, int first,
-                                              int width, const float (&values)[kPack]) {
-  if constexpr (A == Access::pieces) {
-    const int column = column_of<A>(first, 0);
-    if (column >= width) return;
-    switch (a.dtype) {
-      case Dtype::float32: store_pack_once(row_of<float>(a, batch, row) + column, values); break;
-      case Dtype::float16: store_pack_once(row_of<__half>(a, batch, row) + column, values); break;
-      default: store_pack_once(row_of<__nv_bfloat16>(a, batch, row) + column, values);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kPack; ++i) {
-      const int column = column_of<A>(first, i);
-      if (column < width) set_element(a, batch, row, column, values[i]);
-    }
+__device__ __forceinline__ void store_columns(const Array& a, int64_t batch, int64_t row, int first, int width,
+                                              const float (&values)[kPack]) {
+  switch (a.dtype) {
+    case Dtype::float32: store_row<A>(values, row_of<float>(a, batch, row), first, width); break;
+    case Dtype::float16: store_row<A>(values, row_of<__half>(a, batch, row), first, width); break;
+    default: store_row<A>(values, row_of<__nv_bfloat16>(a, batch, row), first, width);
+  }
+}
+
+// One element, likewise.
+__device__ __forceinline__ float element(const Array& a, int64_t batch, int64_t row, int column, float absent) {
+  if (a.data == nullptr) return absent;
+  switch (a.dtype) {
+    case Dtype::float32: return row_of<const float>(a, batch, row)[column];
+    case Dtype::float16: return to_float(row_of<const __half>(a, batch, row)[column]);
+    default: return to_float(row_of<const __nv_bfloat16>(a, batch, row)[column]);
+  }
+}
+__device__ __forceinline__ void set_element(const Array& a, int64_t batch, int64_t row, int column, float value) {
+  switch (a.dtype) {
+    case Dtype::float32: set_value(row_of<float>(a, batch, row) + column, value); break;
+    case Dtype::float16: set_value(row_of<__half>(a, batch, row) + column, value); break;
+    default: set_value(row_of<__nv_bfloat16>(a, batch, row) + column, value);
   }
 }
 

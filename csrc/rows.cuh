@@ -15,6 +15,11 @@ struct Segments {
   int chunks;  // blocks of one segment
 
   int64_t blocks() const { return count * chunks; }
+
+  // How many turns of `rows` rows a chunk has.
+  __device__ __forceinline__ int turns(int chunk, int rows) const {
+    return ((tokens + rows - 1) / rows - chunk + chunks - 1) / chunks;
+  }
 };
 
 inline int device_attribute(cudaDeviceAttr attribute) {
@@ -68,68 +73,87 @@ __device__ __forceinline__ float warp_sum(float (&values)[N]) {
   return total;
 }
 
-// Adds N values (a power of two) over the block, always in the same order; every thread gets the sums. One barrier:
-// the next call must use another buffer (32 * N floats), the one after it may use this one again.
+// Adds N values (a power of two) over the block, always in the same order, in two halves with a barrier between them
+// that other work can precede. Two buffers of 32 * N floats, used by turns, make one barrier a turn enough.
 template <int N>
-__device__ __forceinline__ void block_sum(float (&values)[N], float* buffer) {
+__device__ __forceinline__ void offer_sums(float (&values)[N], float* buffer) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const float total = warp_sum<N>(values);
+  if (lane % (32 / N) == 0) buffer[warp * N + lane / (32 / N)] = total;
+}
+template <int N>
+__device__ __forceinline__ void collect_sums(float (&values)[N], const float* buffer) {
   constexpr int kGroup = 32 / N;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  float total = warp_sum<N>(values);
-  if (lane % kGroup == 0) buffer[warp * N + lane / kGroup] = total;
-  __syncthreads();
-  total = 0;
+  const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  float total = 0;
   for (int w = lane % kGroup; w < warps; w += kGroup) total += buffer[w * N + lane / kGroup];
 #pragma unroll
   for (int offset = kGroup / 2; offset >= 1; offset /= 2) total += __shfl_xor_sync(~0u, total, offset);
 #pragma unroll
   for (int n = 0; n < N; ++n) values[n] = __shfl_sync(~0u, total, n * kGroup);
 }
-
-// Copies 16 bytes from global to shared memory without waiting.
-__device__ __forceinline__ void copy_ahead(void* shared, const void* global) {
-  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
+template <int N>
+__device__ __forceinline__ void block_sum(float (&values)[N], float* buffer) {
+  offer_sums<N>(values, buffer);
+  __syncthreads();
+  collect_sums<N>(values, buffer);
 }
-__device__ __forceinline__ void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until the oldest of `stages` groups of copies is there. The number is an immediate operand of the instruction.
-__device__ __forceinline__ void wait_for_oldest(int stages) {
-  if (stages == 4) {
-    asm volatile("cp.async.wait_group 3;" ::: "memory");
-  } else if (stages == 3) {
-    asm volatile("cp.async.wait_group 2;" ::: "memory");
-  } else {
-    asm volatile("cp.async.wait_group 1;" ::: "memory");
+// Rows on their way from global memory: a ring in shared memory of `stages` stages of ROWS rows each. A thread copies
+// its own eight columns of a row and reads back only those, so that no barrier is needed.
+template <typename T, int ROWS>
+struct Ring {
+  uint4* pieces;  // [stages][ROWS][pieces of a pack][threads]: a warp's accesses lie side by side
+  int stages;
+
+  static int64_t stage_bytes(int threads) { return static_cast<int64_t>(ROWS) * threads * sizeof(Pack<T>); }
+
+  __device__ __forceinline__ uint4* slot(int stage, int row) const {
+    return pieces + (stage * ROWS + row) * Pack<T>::kPieces * blockDim.x + threadIdx.x;
   }
-}
-
-// Puts my eight columns of a row at `slot` of the ring. A thread reads back only what it copied itself, so no barrier
-// is needed. Pieces lie blockDim apart, which keeps the 16-byte accesses of a warp side by side.
-template <typename T>
-__device__ __forceinline__ void fetch(uint4* slot, const T* address) {
+  // Copies without waiting. Every stage ends with close(), also one without copies.
+  __device__ __forceinline__ void fetch(int stage, int row, const T* address) const {
 #pragma unroll
-  for (int i = 0; i < Pack<T>::kPieces; ++i) {
-    copy_ahead(slot + i * blockDim.x + threadIdx.x, reinterpret_cast<const uint4*>(address) + i);
+    for (int i = 0; i < Pack<T>::kPieces; ++i) {
+      const unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(slot(stage, row) + i * blockDim.x));
+      const uint4* const global = reinterpret_cast<const uint4*>(address) + i;
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+    }
   }
-}
-template <typename T>
-__device__ __forceinline__ Pack<T> fetched(const uint4* slot) {
-  Pack<T> pack;
-#pragma unroll
-  for (int i = 0; i < Pack<T>::kPieces; ++i) pack.piece[i] = slot[i * blockDim.x + threadIdx.x];
-  return pack;
-}
+  __device__ __forceinline__ void close() const { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// How many stages (4 to 2) of `stage_bytes` fit into shared memory, if possible so that `blocks` blocks run on a
-// multiprocessor. 0: not even two fit.
-inline int stages_that_fit(int64_t stage_bytes, int blocks) {
-  constexpr int64_t kStatic = 4096;  // reduction buffers, and what the driver reserves
+  // Waits until all but the newest `younger` closed stages are there (an immediate operand of the instruction).
+  __device__ __forceinline__ void wait(int younger) const {
+    switch (younger) {
+      case 0: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
+      case 1: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
+      case 2: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
+      case 3: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
+      default: asm volatile("cp.async.wait_group 4;" ::: "memory");
+    }
+  }
+  __device__ __forceinline__ Pack<T> read(int stage, int row) const {
+    Pack<T> pack;
+#pragma unroll
+    for (int i = 0; i < Pack<T>::kPieces; ++i) pack.piece[i] = slot(stage, row)[i * blockDim.x];
+    return pack;
+  }
+  // The stage that lies `back` before `stage`.
+  __device__ __forceinline__ int before(int stage, int back) const {
+    return stage >= back ? stage - back : stage - back + stages;
+  }
+};
+
+// How many stages, of `most` at most and `fewest` at least, fit into shared memory, if possible so that `blocks` blocks
+// run on a multiprocessor. 0: not even the fewest fit.
+inline int stages_that_fit(int64_t stage_bytes, int fewest, int most, int blocks) {
+  constexpr int64_t kStatic = 3072;  // reduction buffers, and what the driver reserves
   const int64_t limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kStatic;
   const int64_t share = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / blocks - kStatic;
-  for (int stages = 4; stages > 2; --stages) {
+  for (int stages = most; stages > fewest; --stages) {
     if (stages * stage_bytes <= std::min(limit, share)) return stages;
   }
-  return 2 * stage_bytes <= limit ? 2 : 0;
+  return fewest * stage_bytes <= limit ? fewest : 0;
 }
 
 }  // namespace adaptiveload

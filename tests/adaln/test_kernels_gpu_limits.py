@@ -183,7 +183,7 @@ def test_float64_on_cuda_passes_gradcheck():
     leaves = [torch.randn(shape, device=DEVICE, dtype=torch.float64, requires_grad=True) for shape in
               ((2, 3, 8), (2, 1, 8), (2, 1, 8))]  # fmt: skip
     assert torch.autograd.gradcheck(ops.layer_norm_modulate, leaves)
-    assert torch.autograd.gradcheck(ops.gate_residual, (leaves[0], leaves[0].detach(), leaves[1]))
+    assert torch.autograd.gradcheck(ops.gate_residual, (leaves[0], leaves[0].detach().clone(), leaves[1]))
 
 
 def test_wider_rows_than_tested_are_refused_by_name():

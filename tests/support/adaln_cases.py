@@ -50,14 +50,14 @@ def _sum(m, table, tokens):
     return rows_of(m, tokens) if table is None else rows_of(m, tokens) + table
 
 
-def run(function, inputs, grad_seed=0, **options):
+def run(function, inputs, **options):
     """Outputs and gradients by name. `inputs`: name -> leaf tensor."""
     leaves = {name: t.detach().requires_grad_(t.requires_grad) for name, t in inputs.items()}
     out = function(**leaves, **options)
     outs = out if isinstance(out, tuple) else (out,)
-    generator = torch.Generator().manual_seed(grad_seed)
+    generator = torch.Generator(outs[0].device).manual_seed(0)
     # Rounded to bfloat16, so that every dtype of output gets the very same gradient.
-    grads = [torch.randn(o.shape, generator=generator).bfloat16().to(o) for o in outs]
+    grads = [torch.randn(o.shape, generator=generator, device=o.device).bfloat16().to(o) for o in outs]
     wanted = {name: t for name, t in leaves.items() if t.requires_grad}
     found = torch.autograd.grad(outs, list(wanted.values()), grads, allow_unused=True)
     result = {f"out{i}": o.detach() for i, o in enumerate(outs)}
