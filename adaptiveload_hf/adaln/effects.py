@@ -21,6 +21,7 @@ _ATTRIBUTES_WITHOUT_TENSOR = frozenset({"shape", "ndim", "dtype", "device", "tra
 _METHODS_WITHOUT_TENSOR = frozenset({"size", "dim", "numel"})
 _FRAME_READERS = frozenset({"locals", "vars", "eval", "exec"})
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+_LATER = (*_SCOPES, ast.GeneratorExp)  # what they hold runs when they are called or consumed
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Pass, ast.Return)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -54,9 +55,11 @@ class Effects:
         self._variables = [node for node in self._nodes if isinstance(node, ast.Name)]
         self._stored = {node.id for node in self._variables if _stores(node)}
         self._augmented = {id(node.target) for node in self._nodes if isinstance(node, ast.AugAssign)}
-        self._in_scopes = {id(n) for scope in self._nodes if isinstance(scope, _SCOPES) for n in ast.walk(scope)}
-        has_torch = isinstance(function_globals.get("torch"), types.ModuleType)
-        self._torch_is_torch = has_torch and function_globals["torch"].__name__ == "torch"
+        self._in_scopes = {id(n) for scope in self._nodes if isinstance(scope, _LATER) for n in ast.walk(scope)}
+        torch_module = function_globals.get("torch")
+        shadowed = "torch" in self._stored | {node.arg for node in self._nodes if isinstance(node, ast.arg)}
+        is_module = isinstance(torch_module, types.ModuleType) and torch_module.__name__ == "torch"
+        self._torch_is_torch = is_module and not shadowed
         self._groups = _joined(self._flows())
         self._changes = list(self._all_changes())
 
@@ -132,8 +135,7 @@ class Effects:
             return False
         receiver = call.func.value
         if isinstance(receiver, ast.Name) and receiver.id == "torch":
-            trusted = self._torch_is_torch and "torch" not in self._stored
-            return trusted and call.func.attr in _PURE_TORCH_FUNCTIONS
+            return self._torch_is_torch and call.func.attr in _PURE_TORCH_FUNCTIONS
         # What belongs to self may be a module, which `self.proj.to(...)` changes.
         return call.func.attr in _PURE_METHODS and not self._belongs_to_self(receiver) and self.pure(receiver)
 
@@ -180,7 +182,7 @@ class Effects:
         for position, statement in enumerate(self.statements):
             nodes = list(_own_nodes(statement))
             if changed := self._changed_by(nodes):
-                runs_later = any(isinstance(node, _SCOPES) for node in nodes)
+                runs_later = any(isinstance(node, _LATER) for node in nodes)
                 yield len(self.statements) if runs_later else position, self._places[id(statement)].loops, changed
 
     def _aliases(self, names: Iterable[str]) -> set[str]:

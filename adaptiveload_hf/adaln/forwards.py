@@ -118,9 +118,11 @@ class RewrittenForward:
         original, (_, _, names, backend, _) = self.original, self._made_from
         factory = ast.parse(f"def make({PREFIX}):\n    return None").body[0]
         held, made = source.tree, source.tree.name
-        if source.class_name is not None:  # so that private names are mangled as in the class
-            holder = ast.parse(f"class {source.class_name}: pass").body[0]
-            holder.body, held, made = [held], holder, f"{source.class_name}.{made}"
+        if source.class_name is not None:
+            # In a class of its name, so that private names are mangled as there; and that in a class whose names a
+            # method does not see, so that the name of the class still means the class.
+            holder = ast.parse(f"class {PREFIX}_scope:\n    class {source.class_name}: pass").body[0]
+            holder.body[0].body, held, made = [held], holder, f"{PREFIX}_scope.{source.class_name}.{made}"
         factory.body = [held, ast.Return(ast.parse(made, mode="eval").body)]
         text = f"# {self.name}, rewritten by adaptiveload_hf\n{ast.unparse(ast.fix_missing_locations(factory))}\n"
         file_name = f"<adaptiveload_hf: {self.name} {id(self):x}>"

@@ -75,7 +75,7 @@ class PatchReport:
         """
         for name, row in self._rows.items():
             if row.patched and class_name in (name, name.rpartition(".")[2]):
-                return "\n".join(forward.text for forward in row.patched)
+                return "\n".join(dict.fromkeys(forward.text for forward in row.patched))
         patched = ", ".join(name.rpartition(".")[2] for name, row in self._rows.items() if row.patched)
         raise UserError(f"no class {class_name} was patched. These were: {patched}.")
 

@@ -317,6 +317,52 @@ class ZeroArgumentSuper(OddBlock):
         return self.norm(x) * (1 + scale) + shift
 
 
+class NamesItself(OddBlock):
+    fused = 1
+
+    def forward(self, x, scale, shift, gate):
+        assert isinstance(self, NamesItself)
+        return self.norm(x) * (1 + scale) + shift * NamesItself.fused
+
+
+class EditedByGenerator(OddBlock):
+    reason = "may be changed in place later"
+
+    def forward(self, x, scale, shift, gate):
+        x = x.bfloat16()
+        edits = (x.mul_(3) for _ in range(1))
+        y = (self.norm(x.float()) * (1 + scale) + shift).type_as(x)
+        return (next(edits) + y).float()
+
+
+class NormReadByGenerator(OddBlock):
+    reason = "normed is also read outside the basic block that computes it"
+
+    def forward(self, x, scale, shift, gate):
+        reads = (normed for _ in range(1))  # noqa: F821
+        normed = self.norm(x)
+        x = normed * (1 + scale) + shift
+        return x + next(reads)
+
+
+class ShadowedTorch(OddBlock):
+    reason = "torch.tanh(scale) may have an effect"
+
+    def forward(self, x, scale, shift, gate, torch=torch):
+        return self.norm(x) * (1 + torch.tanh(scale)) + shift
+
+
+class AttributeAssignedBetween(OddBlock):
+    reason = "an attribute is assigned in between"
+
+    def forward(self, x, scale, shift, gate):
+        normed = self.norm(x)
+        self.norm = nn.LayerNorm(8, eps=1.0)
+        x = normed * (1 + scale) + shift
+        self.norm = nn.LayerNorm(8, elementwise_affine=False)
+        return x
+
+
 class OwnPrefix(OddBlock):
     reason = "its forward uses names that begin with _adaln"
 
