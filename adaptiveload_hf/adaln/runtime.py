@@ -45,7 +45,7 @@ class FusedOps:
 
     def is_plain(self, *norms: nn.Module) -> bool:
         """Whether norms are known ones whose calls do nothing but their arithmetic."""
-        return not torch_module._has_any_global_hook() and all(
+        return not _any_global_hook() and all(
             NORM_OPS.get(type(norm)) in self.names
             and "forward" not in vars(norm)
             and not (
@@ -94,6 +94,15 @@ class FusedOps:
 
     def _is_stream(self, x: Tensor) -> bool:
         return _is_tensor(x) and x.ndim == 3 and x.device.type in self.device_types and _narrow_enough(x)
+
+
+def _any_global_hook() -> bool:
+    return bool(
+        torch_module._global_forward_hooks
+        or torch_module._global_forward_pre_hooks
+        or torch_module._global_backward_hooks
+        or torch_module._global_backward_pre_hooks
+    )
 
 
 def _is_tensor(x: Tensor) -> bool:
