@@ -58,6 +58,7 @@ class RewrittenForward:
         sites: all that the source shows.
         reason: why the forward as a whole stays eager, or None.
         verdict: what is known of `function`.
+        stand_in: what instances get as forward: the choice between both, by the verdict.
     """
 
     def __init__(
@@ -77,12 +78,12 @@ class RewrittenForward:
             self.reason = str(error)
             for site in self.sites:
                 site.reason = self.reason
-        self._forward = forward_of(self)
+        self.stand_in = forward_of(self)
 
     def bind(self, module: nn.Module) -> types.MethodType:
         """The forward of one instance. A bound method: deep copies bind it to the copy, and torch.compile sees by its
         function that two instances run the same code (a `functools.partial` in a child compiles every block anew)."""
-        return types.MethodType(self._forward, module)
+        return types.MethodType(self.stand_in, module)
 
     def __reduce__(self):
         return rewritten_forward, self._made_from
@@ -153,21 +154,32 @@ def norms_of(module: nn.Module, owner: type) -> tuple[tuple[str, type], ...]:
 
     Paths as in the source. A child that is None counts: the branch that calls it never runs on this module.
     """
-    try:
-        source = shown_source(vars(owner)["forward"])
-    except LeftEager:
-        return ()
     found = []
-    for path in source.called_on_self():
-        stored = map(source.stored_name, path.split("."))
+    for path, stored in _paths_called(vars(owner)["forward"]):
         kind = type(functools.reduce(lambda parent, name: getattr(parent, name, ...), stored, module))
         if kind in NORM_OPS or kind is type(None):
             found.append((path, kind))
     return tuple(found)
 
 
+@functools.cache
+def _paths_called(forward: object) -> list[tuple[str, list[str]]]:
+    """What a forward calls on self, as written and as the names under which it is stored."""
+    try:
+        source = shown_source(forward)
+    except LeftEager:
+        return []
+    return [(path, list(map(source.stored_name, path.split(".")))) for path in source.called_on_self()]
+
+
+def rewritten_behind(function: object) -> RewrittenForward | None:
+    """The rewritten forward that a function is the stand-in of; not that of a function which only wraps one."""
+    rewritten = getattr(function, "rewritten", None)
+    return rewritten if rewritten is not None and rewritten.stand_in is function else None
+
+
 def _reduce_method(method: types.MethodType) -> tuple:
-    rewritten = getattr(method.__func__, "rewritten", None)
+    rewritten = rewritten_behind(method.__func__)
     return method.__reduce__() if rewritten is None else (rewritten.bind, (method.__self__,))
 
 

@@ -10,7 +10,7 @@ from diffusers import ModelMixin
 from torch import nn
 
 from ..errors import UserError
-from .forwards import RewrittenForward, norms_of, rewritten_forward
+from .forwards import RewrittenForward, norms_of, rewritten_behind, rewritten_forward
 from .ops import OPS, extension_missing_reason, kernel_backend
 from .patch_report import PatchReport
 
@@ -51,8 +51,10 @@ def patch_model(
     _check_cuda(backend, names)
     if backend == "cuda":
         names = frozenset(name for name in names if kernel_backend(name, "cuda") == "cuda")
-    report = PatchReport({name: _shown_backend(name, backend, models) for name in OPS if name in names})
-    report.extension_missing = extension_missing_reason() if backend == "auto" else None
+    report = PatchReport(
+        {name: _shown_backend(name, backend, models) for name in OPS if name in names},
+        extension_missing=extension_missing_reason() if backend == "auto" else None,
+    )
     unpatch_model(model)
     for module in (module for model in models for module in model.modules()):
         owner = _owner(module)
@@ -68,11 +70,11 @@ def unpatch_model(model: nn.Module) -> None:
     """Give every module of a model (or pipeline) its own forward back; what was never patched stays as it is."""
     for module in (module for model in _models_of(model) for module in model.modules()):
         for holder, name in _slots(module):
-            function = _function_of(getattr(holder, name), module)
-            if hasattr(function, "rewritten") and holder is module and name == "forward":
+            rewritten = rewritten_behind(_function_of(getattr(holder, name), module))
+            if rewritten is not None and holder is module and name == "forward":
                 del module.forward
-            elif hasattr(function, "rewritten"):
-                setattr(holder, name, types.MethodType(function.rewritten.original, module))
+            elif rewritten is not None:
+                setattr(holder, name, types.MethodType(rewritten.original, module))
 
 
 @contextlib.contextmanager
@@ -131,7 +133,7 @@ def _models_of(model: object) -> list[nn.Module]:
     components = getattr(model, "components", None)
     if isinstance(components, dict):
         wanted = {name: c for name, c in components.items() if name.startswith(("transformer", "controlnet"))}
-        models = [c for c in wanted.values() if isinstance(c, nn.Module)]
+        models = list(dict.fromkeys(c for c in wanted.values() if isinstance(c, nn.Module)))
         if not models:
             raise UserError(
                 f"expected a pipeline with a transformer, but {type(model).__name__} has {', '.join(components)}. "

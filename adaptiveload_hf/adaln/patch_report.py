@@ -47,11 +47,12 @@ class PatchReport:
 
     Args:
         backends: for each op, what it runs on.
+        extension_missing: why the CUDA extension is not used although it was not declined, or None.
     """
 
-    def __init__(self, backends: dict[str, str]):
+    def __init__(self, backends: dict[str, str], extension_missing: str | None = None):
         self.backends = backends
-        self.extension_missing: str | None = None
+        self.extension_missing = extension_missing
         self.instances_patched = 0
         self._rows: dict[str, _Row] = {}
 

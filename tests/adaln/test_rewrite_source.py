@@ -1,9 +1,11 @@
 """Guard 2: is a forward rewritten only if its source is the code that runs?"""
 
+import functools
 import importlib.util
 import pickle
 import sys
 import textwrap
+import types
 
 import pytest
 import torch
@@ -128,6 +130,25 @@ def test_an_instance_with_a_foreign_forward_is_left_and_named(module_of):
     with pytest.raises(UserError, match=r"not the class's own but .*their_forward"):
         patch_model(block)
     assert block.forward is their_forward
+
+
+def test_a_foreign_forward_around_ours_is_left_and_not_taken_for_ours(module_of):
+    block = module_of(SOURCE)[0].Block()
+    patch_model(block, verify="never")
+
+    @functools.wraps(block.forward)
+    def their_forward(self, *args):
+        return torch.zeros(())
+
+    block.forward = types.MethodType(their_forward, block)
+    unpatch_model(block)
+    assert block(*tensors()) == 0
+    with pytest.raises(UserError, match="not the class's own"):
+        patch_model(block)
+
+
+def test_other_bound_methods_pickle_as_before():
+    assert pickle.loads(pickle.dumps(textwrap.TextWrapper(width=7).fill))("a b") == "a b"
 
 
 def test_a_replaced_class_forward_is_read_anew(module_of):
