@@ -13,7 +13,10 @@
 namespace adaptiveload {
 namespace {
 
-constexpr int kThreads = 384;
+// Forward, small blocks of few rows each come and go, as in a plain elementwise kernel, and keep memory busiest.
+// Backward, each block ends with a partial sum, so there are only as many as it takes.
+constexpr int kForwardThreads = 192;
+constexpr int kBackwardThreads = 384;
 
 // Rows of a turn: enough loads in flight, and no more registers than there are.
 template <typename T>
@@ -27,31 +30,16 @@ struct Grid {
   unsigned blocks() const { return static_cast<unsigned>(segments.blocks() * column_blocks); }
 };
 
-// Shapes alone decide, so that the workspace and every kernel agree.
-Grid grid_of(const Shape& shape) {
+Grid grid_of(const Shape& shape, int most_threads, int64_t blocks_per_multiprocessor, int fewest_rows) {
   const int64_t packs = (shape.width + kPack - 1) / kPack;
-  const int column_blocks = static_cast<int>(std::max<int64_t>(1, (packs + kThreads - 1) / kThreads));
+  const int column_blocks = static_cast<int>(std::max<int64_t>(1, (packs + most_threads - 1) / most_threads));
   const int threads = threads_for((shape.width + column_blocks - 1) / column_blocks);
-  return {cut(shape, std::max(1, 2 * kThreads / threads / column_blocks), 8), threads, column_blocks};
+  return {cut(shape, blocks_per_multiprocessor * (most_threads / threads), fewest_rows), threads, column_blocks};
 }
 
-// Where a block works.
-struct Place {
-  int64_t batch, modulation_row, first;  // first token of the segment
-  int64_t part;                          // segment * chunks + chunk
-  int chunk, first_column;
-
-  __device__ Place(const Shape& shape, const Segments& segments, int column_blocks, bool per_token) {
-    const int64_t rows = per_token ? 1 : shape.rows;
-    part = blockIdx.x / column_blocks;
-    const int64_t segment = part / segments.chunks;
-    chunk = static_cast<int>(part % segments.chunks);
-    first_column = static_cast<int>(blockIdx.x % column_blocks) * static_cast<int>(blockDim.x) * kPack;
-    batch = segment / rows;
-    modulation_row = segment % rows;
-    first = modulation_row * segments.tokens;
-  }
-};
+Grid forward_grid(const Shape& shape) { return grid_of(shape, kForwardThreads, 1 << 20, 4); }
+// Shapes alone decide, so that the workspace and every kernel agree.
+Grid backward_grid(const Shape& shape) { return grid_of(shape, kBackwardThreads, 1, 8); }
 
 // Hides a value's origin: the compiler would otherwise keep the addresses of all columns over all rows, and spill.
 __device__ __forceinline__ int opaque(int value) {
@@ -72,14 +60,15 @@ __device__ __forceinline__ void load_factor(const Array& gate, const Array& tabl
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads, 2) forward_rows(const GateForward p, const Segments segments,
+__global__ void __launch_bounds__(kForwardThreads, 4) forward_rows(const GateForward p, const Segments segments,
                                                             const int column_blocks) {
   constexpr int R = kRowsOf<T>;
-  const Place at(p.shape, segments, column_blocks, false);
-  const int column = column_of<Access::pieces>(at.first_column, 0);
+  const Place at(segments, blockIdx.x / column_blocks, p.shape.rows);
+  const int first_column = blockIdx.x % column_blocks * blockDim.x * kPack;
+  const int column = column_of<Access::pieces>(first_column, 0);
   if (column >= p.shape.width) return;
   float factor[kPack];
-  load_factor<Access::neighbours>(p.gate, p.gate_table, p.shape, at.batch, at.modulation_row, at.first_column, factor);
+  load_factor<Access::neighbours>(p.gate, p.gate_table, p.shape, at.batch, at.modulation_row, first_column, factor);
   const T* const x_rows = row_of<const T>(p.x, at.batch, at.first) + column;
   const T* const y_rows = row_of<const T>(p.y, at.batch, at.first) + column;
   T* const out_rows = row_of<T>(p.out, at.batch, at.first) + column;
@@ -106,13 +95,14 @@ __global__ void __launch_bounds__(kThreads, 2) forward_rows(const GateForward p,
 }
 
 template <Access A>
-__global__ void __launch_bounds__(kThreads) forward_any(const GateForward p, const Segments segments,
+__global__ void __launch_bounds__(kForwardThreads) forward_any(const GateForward p, const Segments segments,
                                                         const int column_blocks, const bool per_token) {
-  const Place at(p.shape, segments, column_blocks, per_token);
+  const Place at(segments, blockIdx.x / column_blocks, per_token ? 1 : p.shape.rows);
+  const int first_column = blockIdx.x % column_blocks * blockDim.x * kPack;
   const int width = static_cast<int>(p.shape.width);
   for (int row = at.chunk; row < segments.tokens; row += segments.chunks) {
     const int64_t token = at.first + row;
-    const int first = opaque(at.first_column);
+    const int first = opaque(first_column);
     float x[kPack], y[kPack], factor[kPack];
     load_columns<A>(x, p.x, at.batch, token, first, width, 0.f);
     load_columns<A>(y, p.y, at.batch, token, first, width, 0.f);
@@ -125,14 +115,15 @@ __global__ void __launch_bounds__(kThreads) forward_any(const GateForward p, con
 }
 
 template <typename T, bool SUMS>
-__global__ void __launch_bounds__(kThreads, 2) backward_rows(const GateBackward p, const Segments segments,
+__global__ void __launch_bounds__(kBackwardThreads, 2) backward_rows(const GateBackward p, const Segments segments,
                                                              const int column_blocks) {
   constexpr int R = kRowsOf<T>;
-  const Place at(p.shape, segments, column_blocks, false);
-  const int width = static_cast<int>(p.shape.width), column = column_of<Access::pieces>(at.first_column, 0);
+  const Place at(segments, blockIdx.x / column_blocks, p.shape.rows);
+  const int first_column = blockIdx.x % column_blocks * blockDim.x * kPack;
+  const int width = static_cast<int>(p.shape.width), column = column_of<Access::pieces>(first_column, 0);
   if (column >= width) return;
   float factor[kPack], sum[kPack] = {};
-  load_factor<Access::neighbours>(p.gate, p.gate_table, p.shape, at.batch, at.modulation_row, at.first_column, factor);
+  load_factor<Access::neighbours>(p.gate, p.gate_table, p.shape, at.batch, at.modulation_row, first_column, factor);
   const T* const grad_rows = row_of<const T>(p.grad, at.batch, at.first) + column;
   const T* const y_rows = SUMS ? row_of<const T>(p.y, at.batch, at.first) + column : nullptr;
   T* const dy_rows = p.dy.data == nullptr ? nullptr : row_of<T>(p.dy, at.batch, at.first) + column;
@@ -163,20 +154,21 @@ __global__ void __launch_bounds__(kThreads, 2) backward_rows(const GateBackward 
   }
   if (SUMS) {
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) p.partials[at.part * width + column + i] = sum[i];
+    for (int i = 0; i < kPack; ++i) p.partials[static_cast<int64_t>(blockIdx.x / column_blocks) * width + column + i] = sum[i];
   }
 }
 
 template <Access A>
-__global__ void __launch_bounds__(kThreads) backward_any(const GateBackward p, const Segments segments,
+__global__ void __launch_bounds__(kBackwardThreads) backward_any(const GateBackward p, const Segments segments,
                                                          const int column_blocks, const bool per_token,
                                                          const bool sums) {
-  const Place at(p.shape, segments, column_blocks, per_token);
+  const Place at(segments, blockIdx.x / column_blocks, per_token ? 1 : p.shape.rows);
+  const int first_column = blockIdx.x % column_blocks * blockDim.x * kPack;
   const int width = static_cast<int>(p.shape.width);
   float sum[kPack] = {};
   for (int row = at.chunk; row < segments.tokens; row += segments.chunks) {
     const int64_t token = at.first + row;
-    const int first = opaque(at.first_column);
+    const int first = opaque(first_column);
     float grad[kPack], y[kPack], factor[kPack];
     load_columns<A>(grad, p.grad, at.batch, token, first, width, 0.f);
     load_columns<A>(y, p.y, at.batch, token, first, width, 0.f);
@@ -198,8 +190,8 @@ __global__ void __launch_bounds__(kThreads) backward_any(const GateBackward p, c
   if (!sums) return;
 #pragma unroll
   for (int i = 0; i < kPack; ++i) {
-    const int column = column_of<A>(at.first_column, i);
-    if (column < width) p.partials[at.part * width + column] = sum[i];
+    const int column = column_of<A>(first_column, i);
+    if (column < width) p.partials[static_cast<int64_t>(blockIdx.x / column_blocks) * width + column] = sum[i];
   }
 }
 
@@ -219,11 +211,11 @@ bool all_aligned(const Shape& shape, std::initializer_list<Array> arrays) {
 
 }  // namespace
 
-int64_t gate_backward_partials(const Shape& shape) { return grid_of(shape).segments.blocks() * shape.width; }
+int64_t gate_backward_partials(const Shape& shape) { return backward_grid(shape).segments.blocks() * shape.width; }
 
 cudaError_t gate_residual_forward(const GateForward& p, cudaStream_t stream) {
   if (p.shape.batch * p.shape.tokens * p.shape.width == 0) return cudaSuccess;
-  const Grid grid = grid_of(p.shape);
+  const Grid grid = forward_grid(p.shape);
   const bool per_token = row_per_token(p.shape);
   const bool one_dtype = p.x.dtype == p.y.dtype && p.x.dtype == p.out.dtype;
   if (!per_token && one_dtype && all_aligned(p.shape, {p.x, p.y, p.out})) {
@@ -241,7 +233,7 @@ cudaError_t gate_residual_forward(const GateForward& p, cudaStream_t stream) {
 }
 
 cudaError_t gate_residual_backward(const GateBackward& p, cudaStream_t stream) {
-  const Grid grid = grid_of(p.shape);
+  const Grid grid = backward_grid(p.shape);
   const bool per_token = row_per_token(p.shape);
   const bool sums = p.dgate_table != nullptr || (!per_token && p.dgate.data != nullptr);
   const bool empty = p.shape.batch * p.shape.tokens * p.shape.width == 0;

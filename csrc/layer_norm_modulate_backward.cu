@@ -13,6 +13,12 @@
 namespace adaptiveload {
 namespace {
 
+constexpr int kTurnRows = 2;      // rows of a turn in 16-bit types; half in float32, whose packs take twice the registers
+constexpr int kPacks = 2;         // packs of a thread in a row: fewer threads reduce faster
+constexpr int kMostThreads = 384;  // of a block: rows of up to 384 * 2 * 8 = 6144 columns
+constexpr int kBusyThreads = 384;  // of a multiprocessor
+constexpr int kStages = 4;        // turns under way
+
 // What grad is multiplied by on its way to g, m * weight, of my columns; m alone without `weighted`.
 template <Access A>
 __device__ __forceinline__ void load_gain(const LayerNormBackward& p, int64_t batch, int64_t row, int first,
@@ -39,100 +45,123 @@ __device__ __forceinline__ void load_normed(const LayerNormBackward& p, int64_t 
   for (int i = 0; i < kPack; ++i) xh[i] = (xh[i] - stats.x) * stats.y;
 }
 
-template <typename T, int R, bool SUMS, int THREADS, int BLOCKS>
-__global__ void __launch_bounds__(THREADS, BLOCKS)
+template <typename T, int R, int NV, bool SUMS, int THREADS>
+__global__ void __launch_bounds__(THREADS)
     backward_rows(const LayerNormBackward p, const Segments segments, const int stages) {
-  extern __shared__ uint4 pieces[];
-  __shared__ float buffer[2][64 * R];
-  const Ring<T, 2 * R> ring = {pieces, stages};  // R rows of x, then R of grad
-  const int width = static_cast<int>(p.shape.width), column = threadIdx.x * kPack;
-  const bool mine = column < width;
-  const int64_t segment = blockIdx.x / segments.chunks, batch = segment / p.shape.rows;
-  const int64_t first = segment % p.shape.rows * segments.tokens;
-  const T* const x_rows = row_of<const T>(p.x, batch, first) + column;
-  const T* const grad_rows = row_of<const T>(p.grad, batch, first) + column;
-  T* const dx_rows = p.dx.data == nullptr ? nullptr : row_of<T>(p.dx, batch, first) + column;
-  const float2* const stats_rows = p.stats + batch * p.shape.tokens + first;
-  const int chunk = blockIdx.x % segments.chunks, turns = segments.turns(chunk, R);
-  const auto row_at = [&](int turn, int r) { return (chunk + turn * segments.chunks) * R + r; };
-  const auto fetch_turn = [&](int turn, int stage) {
+  extern __shared__ __align__(16) unsigned char ring_rows[];
+  __shared__ uint64_t arrivals[Ring<T, 2 * R, NV>::kMostStages];
+  __shared__ float buffer[2][2 * R * THREADS / 32];
+  const int width = static_cast<int>(p.shape.width);
+  const float one_by_width = 1.f / width;
+  const Ring<T, 2 * R, NV> ring = {ring_rows, arrivals, stages, width};  // R rows of x, then R of grad
+  const Place at(segments, blockIdx.x, p.shape.rows);
+  const T* const x_rows = row_of<const T>(p.x, at.batch, at.first);
+  const T* const grad_rows = row_of<const T>(p.grad, at.batch, at.first);
+  T* const dx_rows = p.dx.data != nullptr ? row_of<T>(p.dx, at.batch, at.first) : nullptr;
+  const float2* const stats_rows = p.stats + at.batch * p.shape.tokens + at.first;
+  const int step = segments.chunks * R;
+  bool mine[NV];
 #pragma unroll
-    for (int r = 0; r < R; ++r) {
-      const int row = row_at(turn, r);
-      if (mine && turn < turns && row < segments.tokens) {
-        ring.fetch(stage, r, x_rows + row * p.x.row_stride);
-        ring.fetch(stage, R + r, grad_rows + row * p.grad.row_stride);
-      }
-    }
+  for (int v = 0; v < NV; ++v) mine[v] = static_cast<int>(v * blockDim.x + threadIdx.x) * kPack < width;
+  const auto fetch_turn = [&](int row, int stage) {
+    const int count = min(R, segments.tokens - row);
+    ring.open(stage, 2 * count);
+    ring.fetch(stage, 0, x_rows + row * p.x.row_stride, p.x.row_stride, count);
+    ring.fetch(stage, R, grad_rows + row * p.grad.row_stride, p.grad.row_stride, count);
     ring.close();
   };
-  const auto stats_at = [&](int turn, int r) {
-    const int row = row_at(turn, r);
-    return turn < turns && row < segments.tokens ? stats_rows[row] : make_float2(0.f, 0.f);
+  const auto load_stats = [&](int row, float2(&stats)[R]) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) stats[r] = stats_rows[min(row + r, segments.tokens - 1)];
   };
 
-  for (int stage = 0; stage < stages; ++stage) fetch_turn(stage, stage);
-  float gain[kPack], scale_sum[kPack] = {}, shift_sum[kPack] = {};
-  load_gain<Access::neighbours>(p, batch, segment % p.shape.rows, 0, true, gain);
-  float2 stats[R], older_stats[R], next_stats[R];  // mean, rstd of this turn, the one before, the one to come
+  ring.start();
+  const int first_row = at.chunk * R;
+  for (int stage = 0; stage < stages; ++stage) fetch_turn(first_row + stage * step, stage);
+  float2 next_stats[R];  // mean, rstd
+  load_stats(first_row, next_stats);
+  float gain[NV][kPack], scale_sum[NV][kPack] = {}, shift_sum[NV][kPack] = {};
 #pragma unroll
-  for (int r = 0; r < R; ++r) next_stats[r] = stats_at(0, r);
-
-  float means[2 * R] = {};  // of g and g * xh, in the turn before
-  for (int turn = 0, stage = 0; turn <= turns; ++turn) {
-    float x[kPack], grad[kPack], sums[2 * R] = {};
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      older_stats[r] = stats[r];
-      stats[r] = next_stats[r];
-      next_stats[r] = stats_at(turn + 1, r);
-    }
-    ring.wait(stages - 2);
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      if (!mine || turn == turns || row_at(turn, r) >= segments.tokens) break;
-      ring.read(stage, r).read(x);
-      ring.read(stage, R + r).read(grad);
-#pragma unroll
-      for (int i = 0; i < kPack; ++i) {
-        const float xh = (x[i] - stats[r].x) * stats[r].y, g = grad[i] * gain[i];
-        if (SUMS) {
-          scale_sum[i] += grad[i] * xh;
-          shift_sum[i] += grad[i];
-        }
-        sums[2 * r] += g;
-        sums[2 * r + 1] += g * xh;
-      }
-    }
-    offer_sums<2 * R>(sums, buffer[turn % 2]);
-    const int older = ring.before(stage, 1);
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      const int row = row_at(turn - 1, r);
-      if (!mine || dx_rows == nullptr || turn == 0 || row >= segments.tokens) break;
-      ring.read(older, r).read(x);
-      ring.read(older, R + r).read(grad);
-#pragma unroll
-      for (int i = 0; i < kPack; ++i) {
-        const float xh = (x[i] - older_stats[r].x) * older_stats[r].y;
-        x[i] = older_stats[r].y * (grad[i] * gain[i] - means[2 * r] - xh * means[2 * r + 1]);
-      }
-      store_pack_once(dx_rows + row * p.dx.row_stride, x);
-    }
-    __syncthreads();
-    if (turn >= 1) fetch_turn(turn - 1 + stages, older);
-    collect_sums<2 * R>(sums, buffer[turn % 2]);
-#pragma unroll
-    for (int n = 0; n < 2 * R; ++n) means[n] = sums[n] / width;
-    stage = stage + 1 == stages ? 0 : stage + 1;
+  for (int v = 0; v < NV; ++v) {
+    load_gain<Access::neighbours>(p, at.batch, at.modulation_row, v * blockDim.x * kPack, true, gain[v]);
   }
 
-  if (SUMS && mine) {
-    float* const partial = p.partials + static_cast<int64_t>(blockIdx.x) * 2 * width + column;
+  int stage = 0, round = 0, parity = 0;
+  for (int row = first_row; row < segments.tokens; row += step, parity ^= 1) {
+    float2 stats[R];
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) {
-      partial[i] = scale_sum[i];
-      partial[width + i] = shift_sum[i];
+    for (int r = 0; r < R; ++r) stats[r] = next_stats[r];
+    load_stats(row + step, next_stats);
+    ring.wait(stage, round);
+    Pack<T> x_packs[R][NV], grad_packs[R][NV];
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+#pragma unroll
+      for (int v = 0; v < NV; ++v) {
+        x_packs[r][v] = ring.read(stage, r, v);
+        grad_packs[r][v] = ring.read(stage, R + r, v);
+        // Rows beyond the segment hold anything, also NaN, and must not enter the sums over rows.
+        if (row + r >= segments.tokens) x_packs[r][v] = grad_packs[r][v] = Pack<T>{};
+      }
+    }
+    float x[kPack], grad[kPack], means[2 * R] = {};  // of g and of g * xh
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+#pragma unroll
+      for (int v = 0; v < NV; ++v) {
+        x_packs[r][v].read(x);
+        grad_packs[r][v].read(grad);
+        float sum = 0.f, product_sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < kPack; ++i) {
+          const float xh = (x[i] - stats[r].x) * stats[r].y, g = grad[i] * gain[v][i];
+          if (SUMS) {
+            scale_sum[v][i] += grad[i] * xh;
+            shift_sum[v][i] += grad[i];
+          }
+          sum += g;
+          product_sum += g * xh;
+        }
+        means[2 * r] += mine[v] ? sum : 0.f;
+        means[2 * r + 1] += mine[v] ? product_sum : 0.f;
+      }
+    }
+    block_sum<2 * R, THREADS>(means, buffer[parity]);
+    fetch_turn(row + stages * step, stage);
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      if (dx_rows == nullptr || row + r >= segments.tokens) break;
+      const float g_mean = means[2 * r] * one_by_width, gx_mean = means[2 * r + 1] * one_by_width;
+#pragma unroll
+      for (int v = 0; v < NV; ++v) {
+        keep_packed(x_packs[r][v]);
+        keep_packed(grad_packs[r][v]);
+        x_packs[r][v].read(x);
+        grad_packs[r][v].read(grad);
+#pragma unroll
+        for (int i = 0; i < kPack; ++i) {
+          const float xh = (x[i] - stats[r].x) * stats[r].y;
+          x[i] = stats[r].y * (grad[i] * gain[v][i] - g_mean - xh * gx_mean);
+        }
+        if (mine[v]) store_pack_once(dx_rows + (row + r) * p.dx.row_stride + ring.column(v), x);
+      }
+    }
+    if (++stage == stages) {
+      stage = 0;
+      ++round;
+    }
+  }
+
+  if (SUMS) {
+    float* const partial = p.partials + static_cast<int64_t>(blockIdx.x) * 2 * width;
+#pragma unroll
+    for (int v = 0; v < NV; ++v) {
+      if (!mine[v]) continue;
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) {
+        partial[ring.column(v) + i] = scale_sum[v][i];
+        partial[width + ring.column(v) + i] = shift_sum[v][i];
+      }
     }
   }
 }
@@ -144,23 +173,21 @@ __global__ void __launch_bounds__(kMostAnyThreads)
     backward_any(const LayerNormBackward p, const Segments segments, const bool per_token, const bool sums,
                  const bool modulated) {
   extern __shared__ float scale_sum[];  // P, then Q, each [width]
-  __shared__ float buffer[2][64];
+  __shared__ float buffer[2][2 * kMostAnyThreads / 32];
   const int width = static_cast<int>(p.shape.width), step = kPack * blockDim.x;
   float* const shift_sum = scale_sum + width;
-  const int64_t segment = blockIdx.x / segments.chunks;
-  const int64_t batch = per_token ? segment : segment / p.shape.rows;
-  const int64_t first_token = per_token ? 0 : segment % p.shape.rows * segments.tokens;
-  for (int at = threadIdx.x; at < width; at += blockDim.x) scale_sum[at] = shift_sum[at] = 0.f;
+  const Place at(segments, blockIdx.x, per_token ? 1 : p.shape.rows);
+  for (int c = threadIdx.x; c < width; c += blockDim.x) scale_sum[c] = shift_sum[c] = 0.f;
   __syncthreads();
 
   int parity = 0;
-  for (int row = blockIdx.x % segments.chunks; row < segments.tokens; row += segments.chunks, parity ^= 1) {
-    const int64_t token = first_token + row, modulation_row = token * p.shape.rows / p.shape.tokens;
+  for (int row = at.chunk; row < segments.tokens; row += segments.chunks, parity ^= 1) {
+    const int64_t token = at.first + row, modulation_row = token * p.shape.rows / p.shape.tokens;
     float xh[kPack], g[kPack], gain[kPack], means[2] = {};
     for (int first = 0; first < width; first += step) {
-      load_normed<A>(p, batch, token, first, xh);
-      load_columns<A>(g, p.grad, batch, token, first, width, 0.f);
-      load_gain<A>(p, batch, modulation_row, first, !modulated, gain);
+      load_normed<A>(p, at.batch, token, first, xh);
+      load_columns<A>(g, p.grad, at.batch, token, first, width, 0.f);
+      load_gain<A>(p, at.batch, modulation_row, first, !modulated, gain);
 #pragma unroll
       for (int i = 0; i < kPack; ++i) {
         const int column = column_of<A>(first, i);
@@ -173,19 +200,19 @@ __global__ void __launch_bounds__(kMostAnyThreads)
         means[1] += g[i] * gain[i] * xh[i];
       }
     }
-    block_sum<2>(means, buffer[parity]);
+    block_sum<2, kMostAnyThreads>(means, buffer[parity]);
     if (modulated) continue;
-    const float rstd = p.stats[batch * p.shape.tokens + token].y;
+    const float rstd = p.stats[at.batch * p.shape.tokens + token].y;
     for (int first = 0; first < width; first += step) {
-      load_normed<A>(p, batch, token, first, xh);
-      load_columns<A>(g, p.grad, batch, token, first, width, 0.f);
+      load_normed<A>(p, at.batch, token, first, xh);
+      load_columns<A>(g, p.grad, at.batch, token, first, width, 0.f);
       if (p.dx.data != nullptr) {
-        load_gain<A>(p, batch, modulation_row, first, true, gain);
+        load_gain<A>(p, at.batch, modulation_row, first, true, gain);
 #pragma unroll
         for (int i = 0; i < kPack; ++i) {
           gain[i] = rstd * (g[i] * gain[i] - means[0] / width - xh[i] * (means[1] / width));
         }
-        store_columns<A>(p.dx, batch, token, first, width, gain);
+        store_columns<A>(p.dx, at.batch, token, first, width, gain);
       }
       if (per_token && p.dscale.data != nullptr) {
         load_columns<A>(gain, p.weight, 0, 0, first, width, 1.f);
@@ -194,7 +221,7 @@ __global__ void __launch_bounds__(kMostAnyThreads)
         load_columns<A>(gain, p.bias, 0, 0, first, width, 0.f);
 #pragma unroll
         for (int i = 0; i < kPack; ++i) g[i] *= xh[i] + gain[i];
-        store_columns<A>(p.dscale, batch, token, first, width, g);
+        store_columns<A>(p.dscale, at.batch, token, first, width, g);
       }
     }
   }
@@ -202,45 +229,34 @@ __global__ void __launch_bounds__(kMostAnyThreads)
   if (!sums) return;
   __syncthreads();
   float* const partial = p.partials + static_cast<int64_t>(blockIdx.x) * 2 * width;
-  for (int at = threadIdx.x; at < width; at += blockDim.x) {
-    partial[at] = scale_sum[at];
-    partial[width + at] = shift_sum[at];
+  for (int c = threadIdx.x; c < width; c += blockDim.x) {
+    partial[c] = scale_sum[c];
+    partial[width + c] = shift_sum[c];
   }
 }
 
-int blocks_per_multiprocessor(int threads) { return threads <= 256 ? 3 : threads <= 384 ? 2 : 1; }
+int row_threads(const Shape& shape) { return threads_for((shape.width + kPacks - 1) / kPacks); }
+int row_blocks(const Shape& shape) { return std::max(1, kBusyThreads / row_threads(shape)); }
 
 // Shapes alone decide, so that the workspace and every kernel agree. A chunk's partial sums cost 16 bytes a column, a
 // row of it 6: fewer than 8 rows a chunk would not pay.
-Segments segments_of(const Shape& shape) {
-  return cut(shape, blocks_per_multiprocessor(threads_for(shape.width)), 8);
-}
+Segments segments_of(const Shape& shape) { return cut(shape, row_blocks(shape), 8); }
 
-// false: the ring does not fit this GPU, or a row is wider than 768 threads.
-template <typename T, int R, bool SUMS, int THREADS, int BLOCKS>
+// false: the ring does not fit this GPU, or a row is too wide.
+template <typename T, bool SUMS>
 bool launch_rows(const LayerNormBackward& p, const Segments& segments, cudaStream_t stream, cudaError_t* error) {
-  const int threads = threads_for(p.shape.width);
-  const int64_t stage_bytes = Ring<T, 2 * R>::stage_bytes(threads);
-  const int stages = stages_that_fit(stage_bytes, 2, 5, BLOCKS);
-  if (stages == 0) return false;
+  constexpr int R = sizeof(T) == 4 ? (kTurnRows + 1) / 2 : kTurnRows;
+  const int threads = row_threads(p.shape);
+  const int64_t stage_bytes = Ring<T, 2 * R, kPacks>::stage_bytes(p.shape.width);
+  const int stages = stages_that_fit(stage_bytes, kStages, row_blocks(p.shape));
+  if (stages == 0 || threads > kMostThreads) return false;
   const int bytes = static_cast<int>(stages * stage_bytes);
-  auto kernel = backward_rows<T, R, SUMS, THREADS, BLOCKS>;
+  auto kernel = backward_rows<T, R, kPacks, SUMS, kMostThreads>;
   *error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (*error != cudaSuccess) return true;
   kernel<<<static_cast<unsigned>(segments.blocks()), threads, bytes, stream>>>(p, segments, stages);
   *error = cudaGetLastError();
   return true;
-}
-
-template <typename T, bool SUMS>
-bool launch_rows(const LayerNormBackward& p, const Segments& segments, cudaStream_t stream, cudaError_t* error) {
-  constexpr int kRows = sizeof(T) == 4 ? 1 : 2;  // float32 packs take twice the registers
-  const int threads = threads_for(p.shape.width);
-  if (threads <= 256) return launch_rows<T, 2 * kRows, SUMS, 256, 2>(p, segments, stream, error);
-  if (threads <= 384) return launch_rows<T, kRows, SUMS, 384, 1>(p, segments, stream, error);
-  if (threads <= 640) return launch_rows<T, kRows, SUMS, 640, 1>(p, segments, stream, error);
-  if (threads <= 768) return launch_rows<T, 1, SUMS, 768, 1>(p, segments, stream, error);
-  return false;
 }
 
 template <typename T>

@@ -1,11 +1,9 @@
 // y = LN(x)[* weight + bias] * (1 + scale + scale_table) + shift + shift_table, forward.
 //
-// forward_rows: a block owns all columns of a few rows, a thread eight columns of each. What scale, shift, tables,
+// forward_rows: a block owns all columns of R rows at a time, a thread eight columns of each. What scale, shift, tables,
 // weight and bias do to a column is one gain and one offset in registers, loaded once, since all rows of a segment
-// share them. x comes ahead of time into a ring in shared memory. R rows make a turn, and three turns are in work at
-// once: sums of one, squares of the one before, output of the one before that. None waits for another within an
-// iteration, so one barrier serves all and its latency is hidden. x is read once, y written once: 4 bytes an element
-// in 16-bit types.
+// share them. The rows to come are on their way into a ring in shared memory meanwhile, so that memory is busy while
+// the block reduces. x is read once, y written once: 4 bytes an element in 16-bit types.
 // forward_any: one row at a time, everything read where it is needed: any dtypes, any alignment, a modulation row per
 // token.
 // Mean and variance are two passes over registers: E[x^2] - E[x]^2 loses all digits far from zero.
@@ -13,6 +11,13 @@
 
 namespace adaptiveload {
 namespace {
+
+constexpr int kTurnRows = 4;      // rows of a turn in 16-bit types; half in float32, whose packs take twice the registers
+constexpr int kPacks = 2;         // packs of a thread in a row: fewer threads reduce faster
+constexpr int kMostThreads = 384;  // of a block: rows of up to 384 * 2 * 8 = 6144 columns
+constexpr int kBusyThreads = 384;  // of a multiprocessor
+constexpr int kStages = 4;        // turns under way
+constexpr int kBlockWaves = 1;    // how often each multiprocessor is filled with blocks
 
 // gain and offset of my columns: LN * weight + bias, then * m + shift, is LN * (weight * m) + (bias * m + shift).
 // Everything is loaded before anything is used, so that the loads wait together.
@@ -35,82 +40,100 @@ __device__ __forceinline__ void load_affine(const LayerNormForward& p, int64_t b
   }
 }
 
-template <typename T, int R, int THREADS, int BLOCKS>
-__global__ void __launch_bounds__(THREADS, BLOCKS)
+template <typename T, int R, int NV, int THREADS>
+__global__ void __launch_bounds__(THREADS)
     forward_rows(const LayerNormForward p, const Segments segments, const int stages) {
-  extern __shared__ uint4 pieces[];
-  __shared__ float buffer[2][64 * R];
-  const Ring<T, R> ring = {pieces, stages};
-  const int width = static_cast<int>(p.shape.width), column = threadIdx.x * kPack;
-  const bool mine = column < width;
-  const int64_t segment = blockIdx.x / segments.chunks, batch = segment / p.shape.rows;
-  const int64_t first = segment % p.shape.rows * segments.tokens;
-  const T* const x_rows = row_of<const T>(p.x, batch, first) + column;
-  T* const y_rows = row_of<T>(p.y, batch, first) + column;
-  float2* const stats_rows = p.stats + batch * p.shape.tokens + first;
-  const int chunk = blockIdx.x % segments.chunks, turns = segments.turns(chunk, R);
-  const auto row_at = [&](int turn, int r) { return (chunk + turn * segments.chunks) * R + r; };
-  const auto fetch_turn = [&](int turn, int stage) {
+  extern __shared__ __align__(16) unsigned char ring_rows[];
+  __shared__ uint64_t arrivals[Ring<T, R, NV>::kMostStages];
+  __shared__ float buffer[2][R * THREADS / 32];
+  const int width = static_cast<int>(p.shape.width);
+  const float one_by_width = 1.f / width;
+  const Ring<T, R, NV> ring = {ring_rows, arrivals, stages, width};
+  const Place at(segments, blockIdx.x, p.shape.rows);
+  const T* const x_rows = row_of<const T>(p.x, at.batch, at.first);
+  T* const y_rows = row_of<T>(p.y, at.batch, at.first);
+  float2* const stats_rows = p.stats + at.batch * p.shape.tokens + at.first;
+  const int step = segments.chunks * R;
+  bool mine[NV];
 #pragma unroll
-    for (int r = 0; r < R; ++r) {
-      const int row = row_at(turn, r);
-      if (mine && turn < turns && row < segments.tokens) ring.fetch(stage, r, x_rows + row * p.x.row_stride);
-    }
+  for (int v = 0; v < NV; ++v) mine[v] = static_cast<int>(v * blockDim.x + threadIdx.x) * kPack < width;
+  const auto fetch_turn = [&](int row, int stage) {
+    const int count = min(R, segments.tokens - row);
+    ring.open(stage, count);
+    ring.fetch(stage, 0, x_rows + row * p.x.row_stride, p.x.row_stride, count);
     ring.close();
   };
 
-  for (int stage = 0; stage < stages; ++stage) fetch_turn(stage, stage);
-  float gain[kPack], offset[kPack];
-  load_affine<Access::neighbours>(p, batch, segment % p.shape.rows, 0, gain, offset);
+  ring.start();
+  const int first_row = at.chunk * R;
+  for (int stage = 0; stage < stages; ++stage) fetch_turn(first_row + stage * step, stage);
+  float gain[NV][kPack], offset[NV][kPack];
+#pragma unroll
+  for (int v = 0; v < NV; ++v) {
+    load_affine<Access::neighbours>(p, at.batch, at.modulation_row, v * blockDim.x * kPack, gain[v], offset[v]);
+  }
 
-  float mean[R] = {}, older_mean[R] = {}, older_rstd[R] = {};  // of the turn before, of the one before that
-  for (int turn = 0, stage = 0; turn < turns + 2; ++turn) {
-    float x[kPack], sums[2 * R] = {};  // of x in this turn, of (x - mean)^2 in the turn before
-    ring.wait(stages - 3);
-    if (mine) {
+  int stage = 0, round = 0;
+  for (int row = first_row; row < segments.tokens; row += step) {
+    ring.wait(stage, round);
+    Pack<T> packs[R][NV];
+    float mean[R], squares[R], x[kPack];
 #pragma unroll
-      for (int r = 0; r < R; ++r) {
-        if (turn < turns) {
-          ring.read(stage, r).read(x);
+    for (int r = 0; r < R; ++r) {
 #pragma unroll
-          for (int i = 0; i < kPack; ++i) sums[r] += x[i];
-        }
-        if (turn >= 1) {
-          ring.read(ring.before(stage, 1), r).read(x);
+      for (int v = 0; v < NV; ++v) packs[r][v] = ring.read(stage, r, v);
+    }
 #pragma unroll
-          for (int i = 0; i < kPack; ++i) sums[R + r] += (x[i] - mean[r]) * (x[i] - mean[r]);
-        }
+    for (int r = 0; r < R; ++r) {
+      mean[r] = 0.f;
+#pragma unroll
+      for (int v = 0; v < NV; ++v) {
+        packs[r][v].read(x);
+        const float sum = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+        mean[r] += mine[v] ? sum : 0.f;
       }
     }
-    offer_sums<2 * R>(sums, buffer[turn % 2]);
-    const int oldest = ring.before(stage, 2);
+    block_sum<R, THREADS>(mean, buffer[0]);
+    fetch_turn(row + stages * step, stage);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const int row = row_at(turn - 2, r);
-      if (turn < 2 || row >= segments.tokens) break;
-      if (threadIdx.x == 0) stats_rows[row] = make_float2(older_mean[r], older_rstd[r]);
-      if (!mine) continue;
-      ring.read(oldest, r).read(x);
+      mean[r] = divide(mean[r], width, one_by_width);
+      squares[r] = 0.f;
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) x[i] = (x[i] - older_mean[r]) * older_rstd[r] * gain[i] + offset[i];
-      store_pack_once(y_rows + row * p.y.row_stride, x);
+      for (int v = 0; v < NV; ++v) {
+        keep_packed(packs[r][v]);
+        packs[r][v].read(x);
+        float sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < kPack; ++i) sum += (x[i] - mean[r]) * (x[i] - mean[r]);
+        squares[r] += mine[v] ? sum : 0.f;
+      }
     }
-    __syncthreads();
-    if (turn >= 2) fetch_turn(turn - 2 + stages, oldest);
-    collect_sums<2 * R>(sums, buffer[turn % 2]);
+    block_sum<R, THREADS>(squares, buffer[1]);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      older_mean[r] = mean[r];
-      older_rstd[r] = rsqrtf(sums[R + r] / width + p.eps);
-      mean[r] = sums[r] / width;
+      if (row + r >= segments.tokens) break;
+      const float rstd = rsqrtf(squares[r] * one_by_width + p.eps);
+      if (threadIdx.x == 0) stats_rows[row + r] = make_float2(mean[r], rstd);
+#pragma unroll
+      for (int v = 0; v < NV; ++v) {
+        keep_packed(packs[r][v]);
+        packs[r][v].read(x);
+#pragma unroll
+        for (int i = 0; i < kPack; ++i) x[i] = (x[i] - mean[r]) * rstd * gain[v][i] + offset[v][i];
+        if (mine[v]) store_pack_once(y_rows + (row + r) * p.y.row_stride + ring.column(v), x);
+      }
     }
-    stage = stage + 1 == stages ? 0 : stage + 1;
+    if (++stage == stages) {
+      stage = 0;
+      ++round;
+    }
   }
 }
 
 template <Access A>
 __global__ void __launch_bounds__(kMostAnyThreads) forward_any(const LayerNormForward p) {
-  __shared__ float buffer[2][32];
+  __shared__ float buffer[2][kMostAnyThreads / 32];
   const int width = static_cast<int>(p.shape.width), step = kPack * blockDim.x;
   const int64_t rows = p.shape.batch * p.shape.tokens;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
@@ -121,14 +144,14 @@ __global__ void __launch_bounds__(kMostAnyThreads) forward_any(const LayerNormFo
 #pragma unroll
       for (int i = 0; i < kPack; ++i) total[0] += x[i];
     }
-    block_sum<1>(total, buffer[0]);
+    block_sum<1, kMostAnyThreads>(total, buffer[0]);
     const float mean = total[0] / width;
     for (int first = 0; first < width; first += step) {
       load_columns<A>(x, p.x, batch, token, first, width, mean);
 #pragma unroll
       for (int i = 0; i < kPack; ++i) squares[0] += (x[i] - mean) * (x[i] - mean);
     }
-    block_sum<1>(squares, buffer[1]);
+    block_sum<1, kMostAnyThreads>(squares, buffer[1]);
     const float rstd = rsqrtf(squares[0] / width + p.eps);
     if (threadIdx.x == 0) p.stats[row] = make_float2(mean, rstd);
     for (int first = 0; first < width; first += step) {
@@ -142,32 +165,23 @@ __global__ void __launch_bounds__(kMostAnyThreads) forward_any(const LayerNormFo
   }
 }
 
-// false: the ring does not fit this GPU, or a row is wider than 768 threads.
-template <typename T, int R, int THREADS, int BLOCKS>
+// false: the ring does not fit this GPU, or a row is too wide.
+template <typename T>
 bool launch_rows(const LayerNormForward& p, cudaStream_t stream, cudaError_t* error) {
-  const int threads = threads_for(p.shape.width);
-  const int64_t stage_bytes = Ring<T, R>::stage_bytes(threads);
-  const int stages = stages_that_fit(stage_bytes, 3, 5, BLOCKS);
-  if (stages == 0) return false;
+  constexpr int R = sizeof(T) == 4 ? kTurnRows / 2 : kTurnRows;
+  const int threads = threads_for((p.shape.width + kPacks - 1) / kPacks);
+  const int blocks = std::max(1, kBusyThreads / threads);
+  const int64_t stage_bytes = Ring<T, R, kPacks>::stage_bytes(p.shape.width);
+  const int stages = stages_that_fit(stage_bytes, kStages, blocks);
+  if (stages == 0 || threads > kMostThreads) return false;
   const int bytes = static_cast<int>(stages * stage_bytes);
-  auto kernel = forward_rows<T, R, THREADS, BLOCKS>;
+  auto kernel = forward_rows<T, R, kPacks, kMostThreads>;
   *error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (*error != cudaSuccess) return true;
-  const Segments segments = cut(p.shape, BLOCKS, R);
+  const Segments segments = cut(p.shape, blocks * kBlockWaves, R);
   kernel<<<static_cast<unsigned>(segments.blocks()), threads, bytes, stream>>>(p, segments, stages);
   *error = cudaGetLastError();
   return true;
-}
-
-template <typename T>
-bool launch_rows(const LayerNormForward& p, cudaStream_t stream, cudaError_t* error) {
-  constexpr int kRows = sizeof(T) == 4 ? 2 : 4;  // a float32 stage takes twice the room
-  const int threads = threads_for(p.shape.width);
-  if (threads <= 256) return launch_rows<T, kRows, 256, 3>(p, stream, error);
-  if (threads <= 384) return launch_rows<T, kRows, 384, 2>(p, stream, error);
-  if (threads <= 640) return launch_rows<T, kRows, 640, 1>(p, stream, error);
-  if (threads <= 768) return launch_rows<T, kRows / 2, 768, 1>(p, stream, error);
-  return false;
 }
 
 bool launch_rows(const LayerNormForward& p, cudaStream_t stream, cudaError_t* error) {

@@ -7,7 +7,7 @@
 
 namespace adaptiveload {
 
-// A segment is a run of tokens of one batch item that share a modulation row. A chunk of blocks walks down it; block
+// A segment is a run of tokens of one batch item that share a modulation row. `chunks` blocks walk down it; block
 // `chunk` takes turns chunk, chunk + chunks, ... of R neighbouring rows each, so that all blocks read close together.
 struct Segments {
   int64_t count;
@@ -15,10 +15,19 @@ struct Segments {
   int chunks;  // blocks of one segment
 
   int64_t blocks() const { return count * chunks; }
+};
 
-  // How many turns of `rows` rows a chunk has.
-  __device__ __forceinline__ int turns(int chunk, int rows) const {
-    return ((tokens + rows - 1) / rows - chunk + chunks - 1) / chunks;
+// Where a block works. 32-bit arithmetic: 64-bit division takes longer than loading a row.
+struct Place {
+  unsigned segment, chunk, batch, modulation_row;
+  int64_t first;  // token of the batch item that the segment begins with
+
+  __device__ __forceinline__ Place(const Segments& segments, unsigned block, unsigned rows) {
+    segment = block / segments.chunks;
+    chunk = block % segments.chunks;
+    batch = segment / rows;
+    modulation_row = segment % rows;
+    first = static_cast<int64_t>(modulation_row) * segments.tokens;
   }
 };
 
@@ -73,87 +82,147 @@ __device__ __forceinline__ float warp_sum(float (&values)[N]) {
   return total;
 }
 
-// Adds N values (a power of two) over the block, always in the same order, in two halves with a barrier between them
-// that other work can precede. Two buffers of 32 * N floats, used by turns, make one barrier a turn enough.
-template <int N>
-__device__ __forceinline__ void offer_sums(float (&values)[N], float* buffer) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const float total = warp_sum<N>(values);
-  if (lane % (32 / N) == 0) buffer[warp * N + lane / (32 / N)] = total;
-}
-template <int N>
-__device__ __forceinline__ void collect_sums(float (&values)[N], const float* buffer) {
+// Adds N values (a power of two) over a block of at most THREADS threads, always in the same order; every thread gets
+// the sums. One barrier: the next call must use another buffer (N * THREADS / 32 floats), the one after it may use this
+// one again.
+template <int N, int THREADS>
+__device__ __forceinline__ void block_sum(float (&values)[N], float* buffer) {
   constexpr int kGroup = 32 / N;
-  const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  float total = 0;
-  for (int w = lane % kGroup; w < warps; w += kGroup) total += buffer[w * N + lane / kGroup];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  float total = warp_sum<N>(values);
+  if (lane % kGroup == 0) buffer[warp * N + lane / kGroup] = total;
+  __syncthreads();
+  total = 0.f;
+#pragma unroll
+  for (int w = 0; w < THREADS / 32; w += kGroup) {
+    const int other = w + lane % kGroup;
+    if (other < warps) total += buffer[other * N + lane / kGroup];
+  }
 #pragma unroll
   for (int offset = kGroup / 2; offset >= 1; offset /= 2) total += __shfl_xor_sync(~0u, total, offset);
 #pragma unroll
   for (int n = 0; n < N; ++n) values[n] = __shfl_sync(~0u, total, n * kGroup);
 }
-template <int N>
-__device__ __forceinline__ void block_sum(float (&values)[N], float* buffer) {
-  offer_sums<N>(values, buffer);
-  __syncthreads();
-  collect_sums<N>(values, buffer);
+
+// sum / divisor, rounded as a division rounds it: the mean of a row far from zero needs its last bit.
+__device__ __forceinline__ float divide(float sum, float divisor, float reciprocal) {
+  const float quotient = sum * reciprocal;
+  return fmaf(fmaf(-quotient, divisor, sum), reciprocal, quotient);
 }
 
-// Rows on their way from global memory: a ring in shared memory of `stages` stages of ROWS rows each. A thread copies
-// its own eight columns of a row and reads back only those, so that no barrier is needed.
-template <typename T, int ROWS>
+// Rows on their way from global memory: a ring in shared memory of stages of ROWS rows each. Hopper and later have an
+// engine that copies whole rows for one thread; before, every thread copies the columns that it will read itself.
+template <typename T, int ROWS, int NV>
 struct Ring {
-  uint4* pieces;  // [stages][ROWS][pieces of a pack][threads]: a warp's accesses lie side by side
-  int stages;
+  static constexpr int kMostStages = 6;
 
-  static int64_t stage_bytes(int threads) { return static_cast<int64_t>(ROWS) * threads * sizeof(Pack<T>); }
+  unsigned char* rows;  // [stages][ROWS][width]
+  uint64_t* arrivals;   // [kMostStages]: barriers that count the bytes of a stage
+  int stages, width;
 
-  __device__ __forceinline__ uint4* slot(int stage, int row) const {
-    return pieces + (stage * ROWS + row) * Pack<T>::kPieces * blockDim.x + threadIdx.x;
+  // Where my pack `v` of a row begins; threads beyond the width look at the last pack and must not use what they see.
+  __device__ __forceinline__ int column(int v) const {
+    return min(static_cast<int>(v * blockDim.x + threadIdx.x) * kPack, width - kPack);
   }
-  // Copies without waiting. Every stage ends with close(), also one without copies.
-  __device__ __forceinline__ void fetch(int stage, int row, const T* address) const {
+
+  static int64_t stage_bytes(int64_t width) { return ROWS * width * static_cast<int64_t>(sizeof(T)); }
+
+  __device__ __forceinline__ unsigned char* row_at(int stage, int row) const {
+    return rows + (stage * ROWS + row) * width * static_cast<int>(sizeof(T));
+  }
+  __device__ __forceinline__ Pack<T> read(int stage, int row, int v) const {
+    return load_pack(reinterpret_cast<const T*>(row_at(stage, row)) + column(v));
+  }
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  static __device__ __forceinline__ unsigned shared(const void* address) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(address));
+  }
+  __device__ __forceinline__ void start() const {
+    if (threadIdx.x == 0) {
+      for (int stage = 0; stage < stages; ++stage) {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared(arrivals + stage)) : "memory");
+      }
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+  }
+  // Announces that `count` rows of a stage will come. All its readers must have passed a barrier since they read it.
+  __device__ __forceinline__ void open(int stage, int count) const {
+    if (threadIdx.x != 0 || count <= 0) return;
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared(arrivals + stage)),
+                 "r"(count * width * static_cast<int>(sizeof(T)))
+                 : "memory");
+  }
+  __device__ __forceinline__ void copy(int stage, int row, const T* from, int elements) const {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            shared(row_at(stage, row))),
+        "l"(from), "r"(elements * static_cast<int>(sizeof(T))), "r"(shared(arrivals + stage))
+        : "memory");
+  }
+  // One copy where rows lie side by side: issuing a copy for each costs the one thread that does it too much.
+  __device__ __forceinline__ void fetch(int stage, int first, const T* from, int64_t stride, int count) const {
+    if (threadIdx.x != 0 || count <= 0) return;
+    if (stride == width) {
+      copy(stage, first, from, count * width);
+    } else {
+      for (int r = 0; r < count; ++r) copy(stage, first + r, from + r * stride, width);
+    }
+  }
+  __device__ __forceinline__ void close() const {}
+  // Waits for a stage; `round` counts how often the ring has been gone through.
+  __device__ __forceinline__ void wait(int stage, int round) const {
+    asm volatile(
+        "{\n"
+        ".reg .pred there;\n"
+        "WAIT:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 there, [%0], %1;\n"
+        "@!there bra WAIT;\n"
+        "}" ::"r"(shared(arrivals + stage)),
+        "r"(round & 1)
+        : "memory");
+  }
+#else
+  __device__ __forceinline__ void start() const {}
+  __device__ __forceinline__ void open(int, int) const {}
+  __device__ __forceinline__ void fetch(int stage, int first, const T* from, int64_t stride, int count) const {
 #pragma unroll
-    for (int i = 0; i < Pack<T>::kPieces; ++i) {
-      const unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(slot(stage, row) + i * blockDim.x));
-      const uint4* const global = reinterpret_cast<const uint4*>(address) + i;
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+    for (int r = 0; r < ROWS; ++r) {
+      if (r >= count) break;
+#pragma unroll
+      for (int i = 0; i < NV * Pack<T>::kPieces; ++i) {
+        const int at = column(i / Pack<T>::kPieces) + i % Pack<T>::kPieces * (16 / static_cast<int>(sizeof(T)));
+        const unsigned shared = static_cast<unsigned>(
+            __cvta_generic_to_shared(reinterpret_cast<T*>(row_at(stage, first + r)) + at));
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(from + r * stride + at) : "memory");
+      }
     }
   }
   __device__ __forceinline__ void close() const { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-  // Waits until all but the newest `younger` closed stages are there (an immediate operand of the instruction).
-  __device__ __forceinline__ void wait(int younger) const {
-    switch (younger) {
-      case 0: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
-      case 1: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
-      case 2: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
-      case 3: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
-      default: asm volatile("cp.async.wait_group 4;" ::: "memory");
+  // As many groups of copies are under way as there are stages; the number is an immediate operand.
+  __device__ __forceinline__ void wait(int, int) const {
+    switch (stages) {
+      case 2: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
+      case 3: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
+      case 4: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
+      case 5: asm volatile("cp.async.wait_group 4;" ::: "memory"); break;
+      default: asm volatile("cp.async.wait_group 5;" ::: "memory");
     }
   }
-  __device__ __forceinline__ Pack<T> read(int stage, int row) const {
-    Pack<T> pack;
-#pragma unroll
-    for (int i = 0; i < Pack<T>::kPieces; ++i) pack.piece[i] = slot(stage, row)[i * blockDim.x];
-    return pack;
-  }
-  // The stage that lies `back` before `stage`.
-  __device__ __forceinline__ int before(int stage, int back) const {
-    return stage >= back ? stage - back : stage - back + stages;
-  }
+#endif
 };
 
-// How many stages, of `most` at most and `fewest` at least, fit into shared memory, if possible so that `blocks` blocks
-// run on a multiprocessor. 0: not even the fewest fit.
-inline int stages_that_fit(int64_t stage_bytes, int fewest, int most, int blocks) {
-  constexpr int64_t kStatic = 3072;  // reduction buffers, and what the driver reserves
+// How many stages, up to `most`, fit into shared memory, if possible so that `blocks` blocks run on a multiprocessor.
+// 0: not even two.
+inline int stages_that_fit(int64_t stage_bytes, int most, int blocks) {
+  constexpr int64_t kStatic = 3072;  // reduction buffers, barriers, and what the driver reserves
   const int64_t limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kStatic;
   const int64_t share = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / blocks - kStatic;
-  for (int stages = most; stages > fewest; --stages) {
+  for (int stages = most; stages > 2; --stages) {
     if (stages * stage_bytes <= std::min(limit, share)) return stages;
   }
-  return fewest * stage_bytes <= limit ? fewest : 0;
+  return 2 * stage_bytes <= limit ? 2 : 0;
 }
 
 }  // namespace adaptiveload
