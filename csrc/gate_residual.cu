@@ -153,8 +153,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) backward_rows(const GateB
     }
   }
   if (SUMS) {
+    float* const partial = p.partials + static_cast<int64_t>(blockIdx.x / column_blocks) * width;
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) p.partials[static_cast<int64_t>(blockIdx.x / column_blocks) * width + column + i] = sum[i];
+    for (int i = 0; i < kPack; ++i) partial[column + i] = sum[i];
   }
 }
 
@@ -188,10 +189,11 @@ __global__ void __launch_bounds__(kBackwardThreads) backward_any(const GateBackw
     store_columns<A>(p.dy, at.batch, token, first, width, grad);
   }
   if (!sums) return;
+  float* const partial = p.partials + static_cast<int64_t>(blockIdx.x / column_blocks) * width;
 #pragma unroll
   for (int i = 0; i < kPack; ++i) {
     const int column = column_of<A>(first_column, i);
-    if (column < width) p.partials[static_cast<int64_t>(blockIdx.x / column_blocks) * width + column] = sum[i];
+    if (column < width) partial[column] = sum[i];
   }
 }
 

@@ -13,8 +13,8 @@ constexpr int64_t kMaxWidth = 8192;  // what is tested
 
 enum class Dtype { float32, float16, bfloat16 };
 
-// Element (batch, row, column) is data[batch * batch_stride + row * row_stride + column]. A [D] operand has both strides
-// 0. Without data the operand is absent.
+// Element (batch, row, column) is data[batch * batch_stride + row * row_stride + column]. A [D] operand has strides 0.
+// Without data the operand is absent.
 struct Array {
   void* data = nullptr;
   Dtype dtype = Dtype::float32;

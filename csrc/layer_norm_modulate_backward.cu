@@ -2,8 +2,8 @@
 //   dx = rstd * (g - mean(g) - xh * mean(g * xh)),  xh = (x - mean) * rstd,  g = grad * m * weight,
 // and over the rows of a segment P = sum grad * xh, Q = sum grad, from which column_sums.cu makes all others.
 //
-// backward_rows: a block walks down rows of one segment, a thread owns eight columns of each and keeps their P and Q in
-// registers while it writes dx, so x and grad are read once: 6 bytes an element in 16-bit types, where a separate
+// backward_rows: a block walks down rows of one segment, a thread owns NV packs of eight columns, keeping their P and Q
+// in registers while it writes dx, so x and grad are read once: 6 bytes an element in 16-bit types, where a separate
 // reduction over rows would read them again (10). Both come ahead of time through a ring in shared memory; one barrier
 // for R rows. Each block writes its P and Q once; nothing is added atomically, so every run gives the same bits.
 // backward_any: the same, one row at a time, for any dtypes and alignment and for a modulation row per token.
@@ -13,11 +13,12 @@
 namespace adaptiveload {
 namespace {
 
-constexpr int kTurnRows = 2;      // rows of a turn in 16-bit types; half in float32, whose packs take twice the registers
-constexpr int kPacks = 2;         // packs of a thread in a row: fewer threads reduce faster
-constexpr int kMostThreads = 384;  // of a block: rows of up to 384 * 2 * 8 = 6144 columns
-constexpr int kBusyThreads = 384;  // of a multiprocessor
-constexpr int kStages = 4;        // turns under way
+// The best of 10 combinations on an H200, over the six shapes of recipes/kernel_speed.py.
+constexpr int kTurnRows = 1;        // rows of a turn
+constexpr int kPacks = 2;           // packs of a thread in a row: fewer threads reduce faster
+constexpr int kMostThreads = 384;   // of a block: rows of up to 384 * 2 * 8 = 6144 columns
+constexpr int kBusyThreads = 384;   // of a multiprocessor
+constexpr int kStages = 6;          // turns under way
 
 // What grad is multiplied by on its way to g, m * weight, of my columns; m alone without `weighted`.
 template <Access A>
@@ -245,13 +246,12 @@ Segments segments_of(const Shape& shape) { return cut(shape, row_blocks(shape), 
 // false: the ring does not fit this GPU, or a row is too wide.
 template <typename T, bool SUMS>
 bool launch_rows(const LayerNormBackward& p, const Segments& segments, cudaStream_t stream, cudaError_t* error) {
-  constexpr int R = sizeof(T) == 4 ? (kTurnRows + 1) / 2 : kTurnRows;
   const int threads = row_threads(p.shape);
-  const int64_t stage_bytes = Ring<T, 2 * R, kPacks>::stage_bytes(p.shape.width);
+  const int64_t stage_bytes = Ring<T, 2 * kTurnRows, kPacks>::stage_bytes(p.shape.width);
   const int stages = stages_that_fit(stage_bytes, kStages, row_blocks(p.shape));
   if (stages == 0 || threads > kMostThreads) return false;
   const int bytes = static_cast<int>(stages * stage_bytes);
-  auto kernel = backward_rows<T, R, kPacks, SUMS, kMostThreads>;
+  auto kernel = backward_rows<T, kTurnRows, kPacks, SUMS, kMostThreads>;
   *error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (*error != cudaSuccess) return true;
   kernel<<<static_cast<unsigned>(segments.blocks()), threads, bytes, stream>>>(p, segments, stages);
