@@ -47,7 +47,7 @@ class FusedOps:
         """Whether norms are known ones whose calls do nothing but their arithmetic."""
         return not _any_global_hook() and all(
             NORM_OPS.get(type(norm)) in self.names
-            and "forward" not in vars(norm)
+            and "forward" not in norm.__dict__  # older Dynamo does not trace vars()
             and not (
                 norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
             )
