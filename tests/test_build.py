@@ -1,0 +1,102 @@
+"""Does setup.py build the kernels where it can, and the pure-Python package everywhere else?"""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+NVCC_13 = "echo 'Cuda compilation tools, release 13.0, V13.0.88'"
+
+
+@pytest.fixture(scope="module")
+def build():
+    spec = importlib.util.spec_from_file_location("build_of_adaptiveload", ROOT / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_torch(version="2.12.0+cu130", cuda="13.0", home=None):
+    """What setup.py asks of torch."""
+    extension = SimpleNamespace(CUDA_HOME=home)
+    return SimpleNamespace(
+        __version__=version, version=SimpleNamespace(cuda=cuda), utils=SimpleNamespace(cpp_extension=extension)
+    )
+
+
+def make_toolkit(folder, script=NVCC_13):
+    nvcc = folder / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(f"#!/bin/sh\n{script}\n")
+    nvcc.chmod(0o755)
+    return str(folder)
+
+
+def test_each_reason_not_to_build_is_named(build, tmp_path):
+    toolkit = make_toolkit(tmp_path)
+    assert "pip install --no-build-isolation ." in build.why_not_built(None)
+    assert "built without CUDA" in build.why_not_built(make_torch("2.13.0+cpu", cuda=None, home=toolkit))
+    assert "torch 2.10.0 is older than 2.11" in build.why_not_built(make_torch("2.10.0", home=toolkit))
+    assert "set CUDA_HOME" in build.why_not_built(make_torch(home=None))
+    assert "set CUDA_HOME" in build.why_not_built(make_torch(home=str(tmp_path / "nowhere")))
+    mismatch = build.why_not_built(make_torch("2.12.0+cu128", cuda="12.8", home=toolkit))
+    assert mismatch == "nvcc is of CUDA 13, but torch 2.12.0+cu128 of CUDA 12.8"
+    assert build.why_not_built(make_torch(home=toolkit)) is None
+
+
+def test_only_architectures_that_nvcc_knows_are_asked_for_and_ptx_of_the_newest(build):
+    known = "compute_75 compute_80 compute_86 compute_89 compute_90 compute_100 compute_120"
+    assert build.choose_architectures(known) == "8.0;8.6;8.9;9.0;10.0;12.0+PTX"
+    assert build.choose_architectures("compute_80\ncompute_86\ncompute_89\ncompute_90\n") == "8.0;8.6;8.9;9.0+PTX"
+
+
+def test_the_users_own_architecture_list_is_kept(build, monkeypatch, tmp_path):
+    captured = {}
+    fake = SimpleNamespace(BuildExtension="builder", CUDAExtension=lambda name, **options: captured.update(options))
+    monkeypatch.setitem(sys.modules, "torch.utils.cpp_extension", fake)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    monkeypatch.chdir(ROOT)
+    options = build.extension_options(make_torch(home=make_toolkit(tmp_path)))
+    assert build.os.environ["TORCH_CUDA_ARCH_LIST"] == "9.0"
+    assert options["options"] == {"bdist_wheel": {"py_limited_api": "cp310"}}
+    assert captured["py_limited_api"] is True
+    assert "csrc/ops.cpp" in captured["sources"] and "csrc/gate_residual.cu" in captured["sources"]
+    target = "-DTORCH_TARGET_VERSION=0x020b000000000000"
+    assert all({target, "-DUSE_CUDA"} <= set(flags) for flags in captured["extra_compile_args"].values())
+
+
+def test_a_wheel_without_cuda_is_pure_python_and_holds_the_package(tmp_path):
+    import torch
+
+    if torch.version.cuda is not None:
+        pytest.skip("this torch has CUDA")
+    source = tmp_path / "source"
+    ignored = shutil.ignore_patterns(".*", "tests", "build", "*.egg-info", "demo_output", "__pycache__")
+    shutil.copytree(ROOT, source, ignore=ignored)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", tmp_path, source]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if "invalid command 'bdist_wheel'" in done.stderr or "No module named" in done.stderr:
+        pytest.skip("this environment has no setuptools that builds wheels")
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "adaptiveload_hf/adaln/ops.py" in names
+    assert not [name for name in names if name.startswith(("csrc", "tests", "recipes"))]
+
+
+@pytest.mark.slow
+def test_kernels_compile_without_spills_and_warnings():
+    if shutil.which("nvcc") is None:
+        pytest.skip("needs nvcc")
+    command = [ROOT / ".ci" / "compile_kernels.sh", sys.executable]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(re.findall("no spill, no warning", done.stdout)) == 2 * len(list(ROOT.glob("csrc/*.cu")))
