@@ -3,6 +3,9 @@
 import sys
 from contextlib import contextmanager
 
+# A path that the caller gave is taken, lies under a file, or may not be written.
+_PATH_ERRORS = (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+
 
 class UserError(ValueError):
     """A mistake that the caller can mend. The message says what was expected, what was found and what to do."""
@@ -10,15 +13,17 @@ class UserError(ValueError):
 
 @contextmanager
 def exit_on_user_error(program: str):
-    """Turns a UserError inside the block into `<program>: error: <message>` on stderr and exit status 1.
+    """Turns a UserError or an unusable path into `<program>: error: <message>` on stderr and exit status 1.
 
     Args:
         program: the name to print, as in `with exit_on_user_error("train_wan.py"): main()`.
 
     Raises:
-        SystemExit: on a UserError; anything else passes through with its traceback.
+        SystemExit: on one of these; anything else passes through with its traceback.
     """
     try:
         yield
     except UserError as error:
         sys.exit(f"{program}: error: {error}")
+    except _PATH_ERRORS as error:
+        sys.exit(f"{program}: error: {error}. Give another path, or make this one usable.")

@@ -152,6 +152,8 @@ def test_help_shows_an_example(run, command):
         ((*FIT, "--patch-size", "1x1x1"), "1x60x104 was measured with 1560 tokens, but patch size"),
         ((*REPORT[:6], "config", *REPORT[7:]), "holds no metrics.jsonl"),
         (("plan", "fitted-without-environment", "--shapes", "shapes.json"), "Pass --world-size"),
+        ((*FIT[:-1], "shapes.json/config"), "Not a directory: 'shapes.json/config'. Give another path"),
+        ((*REPORT[:-1], "run"), "Is a directory: 'run'. Give another path"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_1(run, files, arguments, words):
