@@ -131,10 +131,13 @@ def check_fields(fields):
         _check_memory_model(fields["memory_model"])
     if fields["example_plan"] is not None:
         _check_is(fields["example_plan"], dict, "example_plan")
-    for name in ("gpu_memory_gib", "world_size"):
+    memory = fields["environment"].get("gpu_memory_gib")
+    if memory is not None and not (_is_number(memory) and memory > 0):
+        raise UserError(f"environment.gpu_memory_gib must be a positive number or null, but it is {memory!r}.")
+    for name in ("world_size", "gradient_accumulation_steps"):
         value = fields["environment"].get(name)
-        if value is not None and not (_is_number(value) and value > 0):
-            raise UserError(f"environment.{name} must be a positive number or null, but it is {value!r}.")
+        if value is not None and not _is_count(value):
+            raise UserError(f"environment.{name} must be a positive whole number or null, but it is {value!r}.")
 
 
 def _check_version(found, path):

@@ -111,6 +111,8 @@ def test_a_value_of_another_type_is_named():
         ("example_plan", "mine", "example_plan must be a JSON object"),
         ("example_plan", {"policy": "dual"}, r"example_plan is no plan of this version \(KeyError\('buckets'\)\)"),
         ("environment.gpu_memory_gib", "80 GB", "environment.gpu_memory_gib must be a positive number or null"),
+        ("environment.world_size", 2.5, "environment.world_size must be a positive whole number or null"),
+        ("environment.gradient_accumulation_steps", "2", "environment.gradient_accumulation_steps must be a positive"),
         ("memmory_model", {}, "has unknown keys: memmory_model"),
     ],
 )

@@ -194,7 +194,7 @@ def cost_model_from_dict(saved: dict) -> CostModel:
     """The cost model of `{"kind": ..., "parameters": {...}}`.
 
     Raises:
-        UserError: an unknown kind, or parameters that are not non-negative numbers with that kind's names.
+        UserError: an unknown kind, or parameters that are not non-negative numbers with that kind's names, or all 0.
     """
     model = _KINDS.get(saved.get("kind"))
     if model is None:
@@ -204,7 +204,10 @@ def cost_model_from_dict(saved: dict) -> CostModel:
         raise UserError(
             f"A {model.kind} cost model has the non-negative parameters {sorted(expected)}, but found {found}."
         )
-    return model(**{name: float(value) for name, value in found.items()})
+    loaded = model(**{name: float(value) for name, value in found.items()})
+    if loaded.seconds(1, 1) <= 0:
+        raise UserError(f"A cost model must make a step take time, but {found} makes it take none. Fit it again.")
+    return loaded
 
 
 @dataclass(frozen=True)

@@ -164,6 +164,7 @@ def test_a_cost_model_survives_json():
         ({"kind": "power_law", "parameters": {"a": 1, "b": 2}}, "parameters"),
         ({"kind": "power_law", "parameters": {"a": 1, "b": -2, "p": 1}}, "non-negative"),
         ({"kind": "power_law", "parameters": {"a": 1, "b": "2", "p": 1}}, "non-negative"),
+        ({"kind": "power_law", "parameters": {"a": 0, "b": 0, "p": 1}}, "makes it take none"),
     ],
 )
 def test_a_damaged_cost_model_is_refused(saved, message):
