@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
-from accelerate.utils import broadcast_object_list, set_seed
+from accelerate.utils import LoggerType, broadcast_object_list, set_seed
 from diffusers import WanTransformer3DModel
 from tqdm.auto import tqdm
 from wan_training import (
@@ -55,7 +55,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--checkpointing_steps", type=int, default=500)
     add("--checkpoints_total_limit", type=int, help="keep only the newest so many")
     add("--resume_from_checkpoint", help="'latest', or a checkpoint-<step> folder")
-    add("--report_to", default="tensorboard", help="tracker of accelerate, 'all' or 'none'")
+    add("--report_to", choices=["none", *LoggerType.list()], default="tensorboard", help="tracker of accelerate")
     return parser.parse_args(argv)
 
 

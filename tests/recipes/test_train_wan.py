@@ -255,6 +255,12 @@ def test_a_folder_that_holds_a_run_is_not_written_over(setup, tmp_path):
         train_here(setup, tmp_path)
 
 
+def test_an_unknown_tracker_is_wrong_usage(setup, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        train_here(setup, tmp_path, "--report_to", "paper")
+    assert "invalid choice: 'paper'" in capsys.readouterr().err
+
+
 def test_a_checkpoint_that_is_not_there_is_named_with_those_that_are(setup, tmp_path):
     (tmp_path / "checkpoint-4").mkdir()
     with pytest.raises(UserError, match=r"checkpoint-9: no such folder; .* holds checkpoint-4"):
