@@ -306,6 +306,7 @@ def say_start(args, loader, differences: list[str], total_steps: int):
     say(f"  samples {sum(bucket.count for bucket in plan.buckets)} in {len(plan.buckets)} buckets")
     say(f"  ranks {schedule.world_size}, gradient accumulation steps {args.gradient_accumulation_steps}")
     say(f"  optimizer steps {loader.global_step} of {total_steps} done, {schedule.num_update_steps} an epoch")
+    say(f"  epoch {loader.epoch}: {len(schedule.unseen())} samples not yet seen")
     say(f"  balance {schedule.balance}, loss normalization {args.loss_normalization}")
     for bucket in plan.buckets:
         say(f"  {bucket.shape} ({bucket.shape.pixels()} pixels): {bucket.count} samples, B = {bucket.batch_size}")

@@ -321,5 +321,5 @@ def test_the_demo_files_are_the_same_each_time_and_fill_every_bucket_they_were_m
     planned = prepare_dataset.plan_samples(tmp_path / "clips", listing, Fraction(16), buckets)
     assert Counter(sample.bucket for sample in planned) == DEMO_SAMPLES
     assert (len(planned), listing.refused, listing.without_caption) == (sum(DEMO_SAMPLES.values()), [], [])
-    assert planned[-1].caption == listing.captions["scene_059.mp4"]
+    assert planned[-1].caption == listing.captions[f"scene_{len(planned) - 1:03d}.mp4"]
     assert " moving " in planned[-1].caption

@@ -152,6 +152,9 @@ def test_a_run_whose_rank_is_killed_goes_on_bit_for_bit(undisturbed, setup):
     done = launch(RECIPE, *arguments(setup, run, *options))
     assert done.returncode == 0, done.stderr
     assert "optimizer steps 4 of 8 done" in done.stderr
+    unseen = sum(step["samples"] for step in undisturbed.metrics[4:] if step["epoch"] == 0)
+    assert unseen > 0
+    assert f"epoch 0: {unseen} samples not yet seen" in done.stderr
     assert timeless(metrics_of(run)) == timeless(undisturbed.metrics)
     assert [path.name for path in run.glob("*checkpoint-*")] == ["checkpoint-8"]
 
