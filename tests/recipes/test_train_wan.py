@@ -22,7 +22,7 @@ from adaptiveload_hf import UserError
 from adaptiveload_hf.buckets.shapes import load_prepared, read_shapes
 
 RECIPE = ROOT / "recipes" / "train_wan.py"
-COUNTS = {"1x4x4": 17, "1x4x8": 9, "2x4x8": 8, "5x4x8": 6}
+COUNTS = {"1x4x4": 17, "1x4x8": 9, "2x4x8": 8, "5x4x8": 14}
 TIMES = {"seconds", "samples_per_second", "tokens_per_second", "data_wait_seconds"}
 
 

@@ -54,12 +54,12 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def save_config(folder, shapes, *, floor=0.1, memory=False) -> Path:
+def save_config(folder, shapes, *, floor=0.02, memory=False) -> Path:
     """Saves a bucket config whose steps take max(floor, 0.001 s a token) and, with memory, 1 GiB + 0.01 a token."""
     from adaptiveload_hf import BucketConfig, LatentShape, Measurement, TokenGeometry
 
     geometry = TokenGeometry()
-    sizes = [(shape, geometry.tokens(LatentShape.parse(shape)), batch) for shape in shapes for batch in (1, 4, 32)]
+    sizes = [(shape, geometry.tokens(LatentShape.parse(shape)), batch) for shape in shapes for batch in (1, 2, 3)]
     measurements = [
         Measurement(shape, tokens, batch, max(floor, 1e-3 * batch * tokens), memory * (1 + 0.01 * batch * tokens))
         for shape, tokens, batch in sizes
