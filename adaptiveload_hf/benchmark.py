@@ -135,8 +135,8 @@ def measure_steps(
 
     An out-of-memory error becomes a measurement with `oom=True`, a bound, and larger points are skipped. With one
     unsharded process the benchmark goes on. Otherwise ranks that stand in a collective cannot be brought back: the
-    bound is written, all ranks end, and the same command continues. (Not `--max_restarts`: torch's static rendezvous
-    keeps its store over a restart, and NCCL then calls the rank that is gone.)
+    bound is written, all ranks end, and the same command continues. (Not `--max_restarts`: the
+    restart failed on GPUs under NCCL; most likely it finds the first start's entries in the rendezvous store.)
 
     Args:
         accelerator: the run's; its `gradient_accumulation_steps` is K.

@@ -179,9 +179,7 @@ class Roofline(CostModel):
     c1: float
     c2: float
 
-    def seconds_per_sample(self, tokens):
-        tokens = np.asarray(tokens, dtype=np.float64)
-        return self.c0 + tokens * (self.c1 + self.c2 * tokens)
+    seconds_per_sample = Additive.seconds_per_sample
 
     def seconds(self, batch_size, tokens):
         return np.maximum(self.floor, np.asarray(batch_size) * self.seconds_per_sample(tokens))

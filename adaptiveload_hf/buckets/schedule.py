@@ -172,7 +172,7 @@ def _checked_buckets(bucket_of_sample, setting: _Setting, loss_normalization: st
         raise UserError(f"world_size and gradient_accumulation_steps must be at least 1, but found {setting}.")
     if setting.balance != "auto":
         window_of(setting.balance)
-    # numpy sorts 16-bit integers by radix, ten times faster than wider ones.
+    # numpy sorts 16-bit integers by radix, which is much faster than how it sorts wider ones.
     return buckets.astype(np.uint16 if len(setting.batch_sizes) < 1 << 16 else np.int64)
 
 
