@@ -61,6 +61,18 @@ def simulate(schedule: EpochSchedule, cost: CostModel | None = None) -> Simulati
     )
 
 
+def shape_weights(schedule: EpochSchedule) -> np.ndarray:
+    """The share of an epoch's gradient that comes from each bucket.
+
+    sum over its micro-batches of loss_weight / sum over all: micro-batches enter the gradient of their optimizer step
+    with loss_weight / (W*K), and every optimizer step counts alike.
+
+    Returns:
+        float64 [buckets up to the last one that has samples], sum 1.
+    """
+    return np.bincount(schedule.bucket, weights=schedule.loss_weight) / schedule.loss_weight.sum()
+
+
 class ComparisonRow(NamedTuple):
     """One policy under one balance mode (the mode chosen, where "auto" was asked)."""
 

@@ -6,12 +6,12 @@ from support.bucketed import COST, SHAPES, fixed_plan, mixed_index, real
 
 from adaptiveload_hf.buckets.cost import MemoryModel, PowerLaw
 from adaptiveload_hf.buckets.schedule import schedule_epoch
-from adaptiveload_hf.buckets.simulate import compare, simulate
+from adaptiveload_hf.buckets.simulate import compare, shape_weights, simulate
 
 COUNTS, BATCH_SIZES = (400, 90, 61, 30, 9), (16, 8, 4, 2, 1)
 
 
-def schedule(balance="none", world_size=4):
+def schedule(balance="none", world_size=4, loss_normalization="token"):
     plan = fixed_plan(COUNTS, BATCH_SIZES, world_size, 2)
     return schedule_epoch(
         mixed_index(COUNTS).bucket_of_sample,
@@ -20,6 +20,7 @@ def schedule(balance="none", world_size=4):
         world_size=world_size,
         gradient_accumulation_steps=2,
         balance=balance,
+        loss_normalization=loss_normalization,
     )
 
 
@@ -69,6 +70,28 @@ def test_padding_counts_as_time_but_not_as_samples():
     assert (~real(padded)).sum() == 6
     found = simulate(padded)
     assert found.samples_per_second * found.epoch_seconds == pytest.approx(10)
+
+
+@pytest.mark.parametrize("normalization", ["token", "sample", "none"])
+def test_the_weight_of_a_shape_is_its_share_of_all_gradients(normalization):
+    dealt = schedule(loss_normalization=normalization)
+    shares = np.zeros(len(COUNTS))
+    for update in range(dealt.num_update_steps):
+        for j in range(update * 8, update * 8 + 8):  # W*K = 8
+            shares[dealt.bucket[j]] += dealt.loss_weight[j] / 8 / dealt.num_update_steps
+    np.testing.assert_allclose(shape_weights(dealt), shares)
+    if normalization == "sample":
+        np.testing.assert_allclose(shares, np.array(COUNTS) / sum(COUNTS))
+
+
+def test_padding_weighs_nothing():
+    plan = fixed_plan((3, 0, 7), (1, 1, 1), 4, 2)
+    index = np.repeat([0, 2], [3, 7])
+    for normalization in ("sample", "none"):
+        dealt = schedule_epoch(
+            index, plan, COST, world_size=4, gradient_accumulation_steps=2, loss_normalization=normalization
+        )
+        np.testing.assert_allclose(shape_weights(dealt), [0.3, 0, 0.7])
 
 
 def test_the_comparison_shows_batch_sizes_and_dealing_apart():
