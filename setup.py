@@ -7,7 +7,7 @@ from pathlib import Path
 
 from setuptools import setup
 
-OLDEST_TORCH = (2, 11)  # std::vector and std::optional in the stable ABI of ops.cpp
+OLDEST_TORCH = (2, 11)  # std::vector and std::optional in the stable ABI of csrc/ops
 TORCH_TARGET_VERSION = "0x020b000000000000"  # 2.11: major, minor, patch as one byte each
 ARCHITECTURES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 PYTHON_TAG = "cp310"
@@ -69,8 +69,8 @@ def extension_options(torch) -> dict:
     flags = ["-O3", "-DUSE_CUDA", f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"]
     extension = CUDAExtension(
         "adaptiveload_hf._C",
-        sources=["csrc/ops.cpp", *sorted(str(path) for path in Path("csrc").glob("*.cu"))],
-        depends=sorted(str(path) for path in Path("csrc").glob("*.*h")),
+        sources=[str(path) for pattern in ("*.cu", "ops/*.cpp") for path in sorted(Path("csrc").glob(pattern))],
+        depends=[str(path) for pattern in ("*.h", "*.cuh", "ops/*.h") for path in sorted(Path("csrc").glob(pattern))],
         extra_compile_args={"cxx": flags, "nvcc": [*flags, "--threads=4"]},
         py_limited_api=True,
     )

@@ -40,6 +40,8 @@ for source in csrc/*.cu; do
   done
 done
 
-compile csrc/ops.cpp nvcc -std=c++17 -O1 -DUSE_CUDA -DTORCH_TARGET_VERSION="$target" -isystem "$headers" \
-  -isystem "$headers/torch/csrc/api/include" -Xcompiler -fPIC,-Wall,-Wextra
-echo "csrc/ops.cpp: no warning"
+for source in csrc/ops/*.cpp; do
+  compile "$source" nvcc -std=c++17 -O1 -DUSE_CUDA -DTORCH_TARGET_VERSION="$target" -isystem "$headers" \
+    -isystem "$headers/torch/csrc/api/include" -Xcompiler -fPIC,-Wall,-Wextra
+  echo "$source: no warning"
+done

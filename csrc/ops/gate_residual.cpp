@@ -1,0 +1,66 @@
+// gate_residual and its backward op: allocation and registration.
+#include "operands.h"
+
+namespace adaptiveload::ops {
+namespace {
+
+Tensor gate_residual(const Tensor& x, const Tensor& y, const Optional& gate, const Optional& gate_table,
+                     ScalarType out_dtype) {
+  const Shape shape = shape_of(x, rows_of(gate, std::nullopt, 1));
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  std::vector<Tensor> copies;
+  Tensor out = empty(x, {shape.batch, shape.tokens, shape.width}, out_dtype);
+  GateForward p = {};
+  p.shape = shape;
+  p.x = array_of(x, shape, shape.tokens, "x", x, copies);
+  p.y = array_of(y, shape, shape.tokens, "y", x, copies);
+  p.gate = array_of(gate, shape, shape.rows, "gate", x, copies);
+  p.gate_table = array_of(gate_table, shape, kColumns, "gate_table", x, copies);
+  p.out = array_of(out, shape, shape.tokens);
+  check(adaptiveload::gate_residual_forward(p, current_stream(x)), "gate_residual");
+  return out;
+}
+
+// Bits 1 to 3 of `needs`: y, gate, gate_table.
+std::vector<Tensor> gate_residual_backward(const Tensor& grad, const Optional& y, const Optional& gate,
+                                           const Optional& gate_table, ScalarType y_dtype, int64_t needs) {
+  const Shape shape = shape_of(grad, rows_of(gate, std::nullopt, 1));
+  const torch::stable::accelerator::DeviceGuard guard(grad.get_device_index());
+  std::vector<Tensor> copies, found;
+  found.reserve(3);
+  GateBackward p = {};
+  p.shape = shape;
+  p.grad = array_of(grad, shape, shape.tokens, "grad", grad, copies);
+  p.y = array_of(y, shape, shape.tokens, "y", grad, copies);
+  p.gate = array_of(gate, shape, shape.rows, "gate", grad, copies);
+  p.gate_table = array_of(gate_table, shape, kColumns, "gate_table", grad, copies);
+  if ((needs & 2) != 0) {
+    found.push_back(empty(grad, {shape.batch, shape.tokens, shape.width}, y_dtype));
+    p.dy = array_of(found.back(), shape, shape.tokens);
+  }
+  Tensor partials;
+  if ((needs & 12) != 0) {
+    if (!y.has_value()) refuse("the gate's gradient needs y");
+    partials = empty(grad, {adaptiveload::gate_backward_partials(shape)}, ScalarType::Float);
+    p.partials = static_cast<float*>(partials.data_ptr());
+  }
+  if ((needs & 4) != 0) {
+    if (!gate.has_value()) refuse("there is no gate to have a gradient");
+    found.push_back(empty(grad, {shape.batch, shape.rows, shape.width}, gate->scalar_type()));
+    p.dgate = array_of(found.back(), shape, shape.rows);
+  }
+  if ((needs & 8) != 0) {
+    found.push_back(empty(grad, {shape.width}, ScalarType::Float));
+    p.dgate_table = static_cast<float*>(found.back().data_ptr());
+  }
+  check(adaptiveload::gate_residual_backward(p, current_stream(grad)), "gate_residual_backward");
+  return found;
+}
+
+}  // namespace
+}  // namespace adaptiveload::ops
+
+STABLE_TORCH_LIBRARY_IMPL(adaptiveload, CUDA, m) {
+  m.impl("gate_residual", TORCH_BOX(&adaptiveload::ops::gate_residual));
+  m.impl("gate_residual_backward", TORCH_BOX(&adaptiveload::ops::gate_residual_backward));
+}

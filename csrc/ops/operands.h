@@ -1,0 +1,107 @@
+// How do torch tensors reach the kernels? Checks and conversions that every op needs, in the LibTorch stable ABI.
+//
+// The schemas and everything around them (autograd, shapes without data, the CPU) are Python's: adaln/schemas.py. The
+// public functions in adaln/ops.py check what a user passes; the checks here guard the raw ops against bad pointers.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "../kernels.h"
+
+namespace adaptiveload::ops {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Optional = std::optional<Tensor>;
+
+[[noreturn]] inline void refuse(const std::string& reason) { throw std::runtime_error("adaptiveload: " + reason); }
+
+inline Dtype dtype_of(ScalarType type) {
+  if (type != ScalarType::Float && type != ScalarType::Half && type != ScalarType::BFloat16) {
+    refuse("the CUDA kernels take float32, float16 and bfloat16, but found dtype " +
+           std::to_string(static_cast<int>(type)) + ". Convert the tensor, or call adaptiveload_hf.adaln.reference.");
+  }
+  if (type == ScalarType::Float) return Dtype::float32;
+  return type == ScalarType::Half ? Dtype::float16 : Dtype::bfloat16;
+}
+
+constexpr int64_t kColumns = -1;  // for `rows` of an operand that is [D]
+
+// [B, rows, D] or [D] as the kernels see it. A tensor whose last stride is not 1 is copied; `copies` keeps it alive.
+inline Array array_of(const Optional& tensor, const Shape& shape, int64_t rows, const char* name, const Tensor& like,
+                      std::vector<Tensor>& copies) {
+  if (!tensor.has_value()) return {};
+  Tensor t = *tensor;
+  if (!t.is_cuda() || t.get_device_index() != like.get_device_index()) {
+    refuse(std::string(name) + " must be on the device of x");
+  }
+  const bool column = rows == kColumns;
+  const bool fits = column ? t.dim() == 1 && t.size(0) == shape.width
+                           : t.dim() == 3 && t.size(0) == shape.batch && t.size(1) == rows && t.size(2) == shape.width;
+  if (!fits) refuse(std::string(name) + " has another shape than x, [B, S, D], asks for");
+  if (t.stride(t.dim() - 1) != 1 && shape.width > 1) {
+    t = torch::stable::contiguous(t);
+    copies.push_back(t);
+  }
+  Array array;
+  array.data = t.data_ptr();
+  array.dtype = dtype_of(t.scalar_type());
+  array.batch_stride = column ? 0 : t.stride(0);
+  array.row_stride = column ? 0 : t.stride(1);
+  return array;
+}
+
+inline Array array_of(const Tensor& contiguous, const Shape& shape, int64_t rows) {
+  Array array;
+  array.data = contiguous.data_ptr();
+  array.dtype = dtype_of(contiguous.scalar_type());
+  array.batch_stride = rows * shape.width;
+  array.row_stride = shape.width;
+  return array;
+}
+
+inline Shape shape_of(const Tensor& x, int64_t rows) {
+  if (!x.is_cuda() || x.dim() != 3) refuse("x must be a CUDA tensor [B, S, D]");
+  const Shape shape = {x.size(0), x.size(1), x.size(2), rows};
+  if (shape.width > kMaxWidth) {
+    refuse("the CUDA kernels take rows of up to " + std::to_string(kMaxWidth) +
+           " columns, but x has D = " + std::to_string(shape.width) + ". Use adaptiveload_hf.adaln.reference for it.");
+  }
+  if (shape.tokens >= (int64_t{1} << 30)) refuse("x has 2^30 tokens or more in a batch item");
+  if (rows > 0 ? shape.tokens % rows != 0 : shape.tokens != 0) {
+    refuse("the rows of the modulation must divide the tokens");
+  }
+  return shape;
+}
+
+inline int64_t rows_of(const Optional& first, const Optional& second, int64_t otherwise) {
+  if (first.has_value()) return first->size(1);
+  return second.has_value() ? second->size(1) : otherwise;
+}
+
+inline Tensor empty(const Tensor& like, std::vector<int64_t> sizes, ScalarType type) {
+  return torch::stable::new_empty(like, sizes, type);
+}
+
+inline cudaStream_t current_stream(const Tensor& x) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+inline void check(cudaError_t error, const char* op) {
+  if (error != cudaSuccess) refuse(std::string(op) + ": " + cudaGetErrorString(error));
+}
+
+}  // namespace adaptiveload::ops
