@@ -136,10 +136,11 @@ def schedule_epoch(
     setting = _Setting.of(plan.to_dict(), cost, world_size, gradient_accumulation_steps, balance)
     buckets = _checked_buckets(bucket_of_sample, setting, loss_normalization)
     samples = _occurrences(len(buckets), repeats, _random(seed, epoch, 0))
-    if len(samples) < setting.group:
+    total = len(buckets) if samples is None else len(samples)
+    if total < setting.group:
         raise UserError(
             f"An optimizer step needs at least one sample for each of {world_size} ranks x "
-            f"{gradient_accumulation_steps} micro-steps, but the dataset gives {len(samples)} samples. "
+            f"{gradient_accumulation_steps} micro-steps, but the dataset gives {total} samples. "
             "Use fewer ranks, fewer gradient_accumulation_steps, or more samples."
         )
     schedule, used, builds = None, None, 0
@@ -172,8 +173,8 @@ def _checked_buckets(bucket_of_sample, setting: _Setting, loss_normalization: st
         raise UserError(f"world_size and gradient_accumulation_steps must be at least 1, but found {setting}.")
     if setting.balance != "auto":
         window_of(setting.balance)
-    # numpy sorts 16-bit integers by radix, which is much faster than how it sorts wider ones.
-    return buckets.astype(np.uint16 if len(setting.batch_sizes) < 1 << 16 else np.int64)
+    # numpy sorts 8- and 16-bit integers by radix, in a pass a byte; how it sorts wider ones is much slower.
+    return buckets.astype(np.min_scalar_type(len(setting.batch_sizes) - 1))
 
 
 def _setting_of_segment(segment: dict) -> _Setting:
@@ -199,11 +200,10 @@ def _after(schedule: EpochSchedule, segment: dict) -> EpochSchedule:
     return replace(schedule, first_micro_step=first)
 
 
-def _occurrences(samples: int, repeats, random: np.random.Generator) -> np.ndarray:
-    """Sample indices, each floor or ceil of its repeats times, round(sum(repeats)) in all."""
-    everyone = np.arange(samples)
+def _occurrences(samples: int, repeats, random: np.random.Generator) -> np.ndarray | None:
+    """Sample indices, each floor or ceil of its repeats times, round(sum(repeats)) in all. None: everyone once."""
     if repeats is None:
-        return everyone
+        return None
     repeats = np.asarray(repeats, dtype=np.float64)
     if repeats.shape != (samples,) or not np.isfinite(repeats).all() or repeats.min() < 0:
         raise UserError(f"repeats must be {samples} numbers of at least 0, one a sample, but found {repeats}.")
@@ -216,18 +216,23 @@ def _occurrences(samples: int, repeats, random: np.random.Generator) -> np.ndarr
     low, high = (0.0, 1 - fraction) if fraction < 0.5 else (1 - fraction, 1.0)
     steps = np.floor(ends + low + (high - low) * random.uniform(1e-6, 1 - 1e-6)).astype(np.int64)
     whole[order] += np.diff(steps, prepend=0)
-    return np.repeat(everyone, whole)
+    return np.repeat(np.arange(samples), whole)
 
 
 def _deal_epoch(
-    samples: np.ndarray, buckets: np.ndarray, setting: _Setting, loss_normalization: str, random: np.random.Generator
+    samples: np.ndarray | None,
+    buckets: np.ndarray,
+    setting: _Setting,
+    loss_normalization: str,
+    random: np.random.Generator,
 ) -> EpochSchedule:
-    if len(samples) == 0:
+    members = buckets if samples is None else buckets[samples]
+    if len(members) == 0:
         raise UserError("The segments already cover the whole epoch. Go on with the next epoch.")
     world_size, accumulation = setting.world_size, setting.gradient_accumulation_steps
     tokens = np.array(setting.tokens, dtype=np.int64)
-    members = buckets[samples]
-    samples = samples[np.argsort(members, kind="stable")]
+    grouped = np.argsort(members, kind="stable")
+    samples = grouped if samples is None else samples[grouped]
     counts = np.bincount(members, minlength=len(tokens))
     for bucket_samples in np.split(samples, np.cumsum(counts)[:-1]):
         random.shuffle(bucket_samples)
@@ -255,8 +260,12 @@ def _deal_epoch(
 
     bucket, sizes, seconds, real = bucket[order], sizes[order], seconds[order], real[order]
     offsets = np.concatenate([[0], np.cumsum(sizes)])
-    source = np.repeat(starts[order] - offsets[:-1], sizes)
-    source += np.arange(len(source))
+    starts = starts[order]
+    # Where each sample comes from: one further than the sample before it, except at the head of a micro-batch. In
+    # one array, in place: at 10 million samples, touching the memory of a new one costs more than the arithmetic.
+    source = np.ones(offsets[-1], dtype=np.int64)
+    source[offsets[:-1]] = starts - np.concatenate([[0], (starts + sizes - 1)[:-1]])
+    np.cumsum(source, out=source)
     weights = loss_weights(loss_normalization, sizes * real, tokens[bucket], world_size, accumulation)
     return EpochSchedule(
         samples[source], offsets, bucket, tokens[bucket], seconds, weights, balance, world_size, accumulation
@@ -278,7 +287,8 @@ def count_update_steps(
     setting = _Setting.of(plan.to_dict(), cost, world_size, gradient_accumulation_steps, "none")
     buckets = _checked_buckets(bucket_of_sample, setting, "none")
     samples = _occurrences(len(buckets), repeats, _random(seed, epoch, 0))
-    counts = np.bincount(buckets[samples], minlength=len(setting.tokens))
+    members = buckets if samples is None else buckets[samples]
+    counts = np.bincount(members, minlength=len(setting.tokens))
     numbers, padding = cut_evenly(counts, np.array(setting.batch_sizes), np.array(setting.tokens), cost, setting.group)
     return int(numbers.sum() + padding) // setting.group
 
