@@ -17,7 +17,7 @@ from accelerate.utils import (
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from .buckets.sampler import data_rank_and_size
+from .buckets.ranks import data_rank_and_size
 from .errors import UserError
 
 __all__ = ["all_ranks_fail_together", "data_rank_and_size", "make_accelerator", "model_input_dtype", "strategy_of"]

@@ -19,10 +19,10 @@ TOP_LEVEL = {
 LAYERS = [
     {"errors", "adaln.extension", "adaln.runtime", "adaln.source"},
     {"adaln.reference", "adaln.effects", "buckets.collate", "buckets.cost", "buckets.shapes", "figures", "hub"},
-    {"adaln.gradients", "adaln.patterns", "buckets.deal", "card", "config_file"},
+    {"adaln.gradients", "adaln.patterns", "buckets.deal", "buckets.state", "card", "config_file"},
     {"adaln.registry", "adaln.rewrite", "buckets.plan", "buckets.schedule"},
-    {"adaln.schemas", "buckets.sampler", "buckets.simulate"},
-    {"adaln.ops", "config", "distributed", "report"},
+    {"adaln.schemas", "buckets.ranks", "buckets.simulate"},
+    {"adaln.ops", "buckets.sampler", "config", "distributed", "report"},
     {"adaln.forwards", "benchmark"},
     {"adaln.patch_report"},
     {"adaln.patch"},

@@ -8,28 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 from accelerate.data_loader import DataLoaderStateMixin
-from accelerate.utils import gather_object, send_to_device
+from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
 from ..errors import UserError
 from .collate import BatchReader, Failure, check_picklable, collate_prepared, keep
 from .cost import CostModel
 from .plan import BucketPlan
+from .ranks import check_run, check_scheduler, compare_ranks, data_rank_and_size
 from .schedule import EpochSchedule, count_update_steps, schedule_epoch
 from .shapes import BucketIndex, dataset_fingerprint, read_shapes, shape_counts
-
-_FORMAT_VERSION = 1
-
-
-def data_rank_and_size(accelerator) -> tuple[int, int]:
-    """This process's data rank and the number of data ranks, dp_replicate * dp_shard.
-
-    Tensor, context and sequence parallel peers share a data rank: they work on the same batch.
-    """
-    parallelism = accelerator.parallelism_config
-    peers = 1 if parallelism is None else parallelism.non_data_parallel_size
-    # accelerate orders its mesh dp_replicate, dp_shard, cp, sp, tp: peers are neighbours.
-    return accelerator.process_index // peers, accelerator.num_processes // peers
+from .state import check_whole, sealed
 
 
 class BucketBatchSampler:
@@ -121,6 +110,7 @@ class BucketBatchSampler:
                 "loss_weights='caller', and multiply each loss with sampler.loss_weight(micro_step, rank) yourself."
             )
         schedule = self.schedule
+        check_run(schedule)
         for j in range(len(schedule.bucket)):
             yield schedule.sample_order[schedule.offsets[j] : schedule.offsets[j + 1]].tolist()
 
@@ -262,6 +252,9 @@ class BucketDataLoader(DataLoaderStateMixin):
     def __iter__(self) -> Iterator[dict]:
         self._leave_finished_epoch()
         self._compare_ranks()
+        check_run(self.schedule, self.accelerator)
+        # accelerate's own count may be out of phase: restored under another K, or left inside an optimizer step.
+        self.accelerator.step = self._position
         visit = self._visit
         self._batches.first_micro_step = self._position
         self._generator.manual_seed(self.seed + self.epoch)
@@ -332,14 +325,15 @@ class BucketDataLoader(DataLoaderStateMixin):
                 "digest": schedule.digest,
             }
             segments.append(segment)
-        return {
-            "format_version": _FORMAT_VERSION,
+        state = {
             "epoch": epoch,
             "global_step": self.global_step,
+            "processes": self.accelerator.num_processes,
             "seed": self.seed,
             "dataset_fingerprint": self.fingerprint,
             "segments": segments,
         }
+        return sealed(state)
 
     def load_state_dict(self, state: dict) -> None:
         """Goes to where a `state_dict` was taken, under any W, K, plan and balance.
@@ -347,11 +341,8 @@ class BucketDataLoader(DataLoaderStateMixin):
         Raises:
             UserError: another dataset (unless on_dataset_change="new_epoch"), another seed, or a damaged state.
         """
-        if state.get("format_version") != _FORMAT_VERSION:
-            raise UserError(
-                f"Expected a loader state of format {_FORMAT_VERSION}, but found {state.get('format_version')}. "
-                "Resume with the version of adaptiveload_hf that wrote it."
-            )
+        check_whole(state)
+        check_scheduler(self.accelerator, state["processes"])
         epoch, segments = state["epoch"], state["segments"]
         if state["dataset_fingerprint"] != self.fingerprint:
             if self._on_dataset_change == "error":
@@ -360,13 +351,10 @@ class BucketDataLoader(DataLoaderStateMixin):
                     f"{self.fingerprint}. Give that dataset (and repeats), or on_dataset_change='new_epoch' to begin "
                     "a new epoch on this one."
                 )
-            epoch, segments = epoch + 1, []
+            epoch, segments = epoch + bool(segments), []
         elif state["seed"] != self.seed:
             raise UserError(f"The checkpoint's order has seed {state['seed']}, but found {self.seed}. Use that seed.")
         self._begin_epoch(epoch, segments, state["global_step"])
-        # accelerate restores its own count of micro-steps; under another K that is no optimizer step boundary, and
-        # ranks would wait for each other forever.
-        self.accelerator.step = 0
 
     def _compare_ranks(self) -> None:
         """Raises on all ranks if any would train on another schedule than rank 0."""
@@ -384,10 +372,4 @@ class BucketDataLoader(DataLoaderStateMixin):
             "first_micro_step": self._position,
             "order": schedule.digest,
         }
-        for rank, other in enumerate(everyone := gather_object([mine])):
-            for field, value in everyone[0].items():
-                if other[field] != value:
-                    raise UserError(
-                        f"All ranks must train on one schedule, but the {field} of rank {rank} is {other[field]} and "
-                        f"that of rank 0 is {value}. Start all ranks with the same data, config and arguments."
-                    )
+        compare_ranks(mine)

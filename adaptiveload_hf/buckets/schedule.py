@@ -192,7 +192,8 @@ def _after(schedule: EpochSchedule, segment: dict) -> EpochSchedule:
             "so what it trained on is unknown. Use the dataset, the repeats and the numpy version of that run."
         )
     first = schedule.first_micro_step + segment["micro_steps"]
-    if first > schedule.num_micro_steps or first % schedule.gradient_accumulation_steps:
+    whole = first % schedule.gradient_accumulation_steps == 0
+    if not (whole and schedule.first_micro_step <= first <= schedule.num_micro_steps):
         raise UserError(
             f"A segment ends on an optimizer step of {schedule.gradient_accumulation_steps} micro-steps, at most "
             f"{schedule.num_micro_steps} in all, but one ends after {first}. The checkpoint is damaged."
@@ -202,7 +203,7 @@ def _after(schedule: EpochSchedule, segment: dict) -> EpochSchedule:
 
 def _occurrences(samples: int, repeats, random: np.random.Generator) -> np.ndarray | None:
     """Sample indices, each floor or ceil of its repeats times, round(sum(repeats)) in all. None: everyone once."""
-    if repeats is None:
+    if repeats is None or samples == 0:
         return None
     repeats = np.asarray(repeats, dtype=np.float64)
     if repeats.shape != (samples,) or not np.isfinite(repeats).all() or repeats.min() < 0:

@@ -15,7 +15,8 @@ from support.bucketed import COST, CountedConfig, NumberedRows, collate_numbers,
 from support.prepared import save_prepared
 from torch.utils.data import DataLoader
 
-from adaptiveload_hf.buckets.sampler import BucketBatchSampler, BucketDataLoader, data_rank_and_size
+from adaptiveload_hf.buckets.ranks import data_rank_and_size
+from adaptiveload_hf.buckets.sampler import BucketBatchSampler, BucketDataLoader
 from adaptiveload_hf.buckets.shapes import load_prepared
 from adaptiveload_hf.errors import UserError
 

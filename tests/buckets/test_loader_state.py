@@ -219,7 +219,7 @@ def test_another_seed_or_format_is_refused():
     state = make().state_dict()
     with pytest.raises(UserError, match="order has seed 0, but found 7"):
         make(seed=7).load_state_dict(state)
-    with pytest.raises(UserError, match="state of format 1, but found 9"):
+    with pytest.raises(UserError, match="state of format 2, but found 9"):
         make().load_state_dict({**state, "format_version": 9})
 
 

@@ -1,0 +1,80 @@
+"""Which data rank is this process, and do all processes and accelerate agree with the schedule?"""
+
+from __future__ import annotations
+
+from accelerate.state import AcceleratorState, GradientState, is_initialized
+from accelerate.utils import gather_object
+
+from ..errors import UserError
+from .schedule import EpochSchedule
+
+
+def data_rank_and_size(accelerator) -> tuple[int, int]:
+    """This process's data rank and the number of data ranks, dp_replicate * dp_shard.
+
+    Tensor, context and sequence parallel peers share a data rank: they work on the same batch.
+    """
+    parallelism = accelerator.parallelism_config
+    peers = 1 if parallelism is None else parallelism.non_data_parallel_size
+    # accelerate orders its mesh dp_replicate, dp_shard, cp, sp, tp: peers are neighbours.
+    return accelerator.process_index // peers, accelerator.num_processes // peers
+
+
+def check_run(schedule: EpochSchedule, accelerator=None) -> None:
+    """Compares W and K of a schedule with those that accelerate deals and accumulates by.
+
+    Without the check, accelerate would deal the micro-batches to other ranks or group them into other optimizer steps
+    than they were matched and weighted for, and training would go on.
+
+    Args:
+        accelerator: of the run; without it, whatever Accelerator this process has made, if any.
+
+    Raises:
+        UserError: they differ.
+    """
+    if accelerator is None and not is_initialized():
+        return
+    wanted = (schedule.world_size, schedule.gradient_accumulation_steps)
+    world_size = data_rank_and_size(accelerator or AcceleratorState())[1]
+    found = (world_size, GradientState().num_steps)
+    if found != wanted:
+        raise UserError(
+            f"The schedule was made for {wanted[0]} data ranks and {wanted[1]} gradient_accumulation_steps, "
+            f"but accelerate runs {found[0]} data ranks and accumulates {found[1]} micro-steps. Make it with "
+            f"world_size={found[0]}, gradient_accumulation_steps={found[1]}, after the Accelerator."
+        )
+
+
+def check_scheduler(accelerator, processes: int) -> None:
+    """Refuses to go on with a learning-rate schedule that accelerate counted by another number of processes.
+
+    Args:
+        processes: of the run that wrote the checkpoint.
+
+    Raises:
+        UserError: a prepared scheduler is stepped once a process, and there are other processes now.
+    """
+    now = accelerator.num_processes
+    by_processes = [s for s in accelerator._schedulers if s.step_with_optimizer and not s.split_batches]
+    if by_processes and processes != now:
+        raise UserError(
+            f"accelerate stepped the learning-rate schedule {processes} times an optimizer step (once a process), and "
+            f"would go on with {now} times. Resume on {processes} processes; or leave the scheduler out of "
+            "accelerator.prepare and step it once an optimizer step, beginning at loader.global_step."
+        )
+
+
+def compare_ranks(mine: dict) -> None:
+    """Raises on all ranks if the fields of any differ from those of rank 0. A collective: call it on all ranks.
+
+    Raises:
+        UserError: they differ; names the rank, the field and both values.
+    """
+    everyone = gather_object([mine])
+    for rank, other in enumerate(everyone):
+        for field, value in everyone[0].items():
+            if other[field] != value:
+                raise UserError(
+                    f"All ranks must train on one schedule, but the {field} of rank {rank} is {other[field]} and "
+                    f"that of rank 0 is {value}. Start all ranks with the same data, config and arguments."
+                )
