@@ -108,6 +108,29 @@ def test_gradients_synchronise_after_every_k_micro_steps_in_every_epoch(accumula
         assert pattern == ([False] * (accumulation - 1) + [True]) * (len(pattern) // accumulation)
 
 
+def test_gradients_synchronise_on_the_schedules_optimizer_steps_after_leaving_inside_one():
+    loader = make(accumulation=3)
+    model = torch.nn.Linear(1, 1)
+    for leave in ("break", "set_epoch"):
+        for batch in loader:
+            with loader.accelerator.accumulate(model):
+                pass
+            if batch["micro_step"] % 3 == 0:
+                break
+        if leave == "set_epoch":
+            loader.set_epoch(5)
+        for batch in loader:
+            with loader.accelerator.accumulate(model):
+                assert loader.accelerator.sync_gradients == (batch["micro_step"] % 3 == 2)
+
+
+def test_another_accumulation_than_the_schedules_is_refused():
+    loader = make(accumulation=2)
+    loader.accelerator.gradient_accumulation_steps = 3
+    with pytest.raises(UserError, match=r"1 data ranks and 2 gradient_accumulation_steps, but accelerate runs 1 .* 3"):
+        next(iter(loader))
+
+
 def test_the_global_step_counts_optimizer_steps_over_epochs():
     loader = make(accumulation=2)
     seen = []

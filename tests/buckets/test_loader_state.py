@@ -212,15 +212,54 @@ def test_another_dataset_may_begin_a_new_epoch_with_the_global_step_kept():
     resumed = make(counts=(31, 14, 9, 4), on_dataset_change="new_epoch")
     resumed.load_state_dict(loader.state_dict())
     assert (resumed.epoch, resumed.global_step) == (1, 3)
+    assert resumed.num_update_steps(3) == 3 + 2 * resumed.schedule.num_update_steps
     assert sorted(samples_of(train(resumed, resumed.schedule.num_update_steps))) == list(range(SAMPLES + 1))
+
+
+def test_another_dataset_after_a_whole_epoch_begins_the_next_epoch_and_skips_none():
+    loader = make()
+    train(loader, loader.num_update_steps(1))
+    resumed = make(counts=(31, 14, 9, 4), on_dataset_change="new_epoch")
+    resumed.load_state_dict(loader.state_dict())
+    assert (resumed.epoch, resumed.global_step) == (1, loader.global_step)
 
 
 def test_another_seed_or_format_is_refused():
     state = make().state_dict()
     with pytest.raises(UserError, match="order has seed 0, but found 7"):
         make(seed=7).load_state_dict(state)
-    with pytest.raises(UserError, match="state of format 2, but found 9"):
-        make().load_state_dict({**state, "format_version": 9})
+    for other in (1, 9, None):
+        with pytest.raises(UserError, match=f"state of format 2, but found {other}"):
+            make().load_state_dict({**state, "format_version": other})
+
+
+def edits(value):
+    """Every way to change one number or text of a nested value, and to lose one of its entries."""
+    for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
+        rest = [(k, v) for k, v in value.items() if k != key] if isinstance(value, dict) else value[:key]
+        yield dict(rest) if isinstance(value, dict) else rest
+        if isinstance(entry, dict | list):
+            changed = edits(entry)
+        else:
+            changed = [None if entry else 1, f"{entry}0" if isinstance(entry, str) else (entry or 0) + 1]
+        for other in changed:
+            copied = copy.copy(value)
+            copied[key] = other
+            yield copied
+
+
+def test_a_state_with_any_value_edited_or_lost_is_refused():
+    loader = make()
+    train(loader, 3)
+    state = json.loads(json.dumps(loader.state_dict()))
+    found = [edited for edited in edits(state) if edited != state]
+    assert len(found) > 80
+    resumed = make()
+    for edited in found:
+        with pytest.raises(UserError, match=r"state is not as it was saved: expected checksum|state of format 2"):
+            resumed.load_state_dict(edited)
+    resumed.load_state_dict(state)
+    assert resumed.global_step == 3
 
 
 def test_a_state_loaded_inside_the_loop_is_refused_even_if_it_leads_to_the_same_epoch():

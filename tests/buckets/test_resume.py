@@ -126,7 +126,7 @@ def test_an_order_that_cannot_be_rebuilt_is_refused():
 def test_a_segment_that_ends_inside_an_optimizer_step_or_after_the_epoch_is_refused():
     setting = Setting(2, 2, (4, 4, 2, 1, 1))
     part = setting.segment(setting.schedule(), 2)
-    for micro_steps in (3, 1000):
+    for micro_steps in (3, 1000, -2):
         with pytest.raises(UserError, match="The checkpoint is damaged"):
             setting.schedule([{**part, "micro_steps": micro_steps}])
 

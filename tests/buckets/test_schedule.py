@@ -226,6 +226,9 @@ def test_whole_repeats_are_exact():
 
 
 def test_too_few_samples_for_an_optimizer_step_are_refused():
+    for repeats in (None, np.zeros(0)):
+        with pytest.raises(UserError, match="the dataset gives 0 samples"):
+            schedule_epoch(np.zeros(0, int), fixed_plan([11], [2], 1, 1), COST, world_size=1, repeats=repeats)
     with pytest.raises(UserError, match="4 ranks x 3 micro-steps, but the dataset gives 11 samples"):
         schedule_epoch(
             np.zeros(11, int), fixed_plan([11], [2], 1, 1), COST, world_size=4, gradient_accumulation_steps=3
