@@ -12,19 +12,22 @@ import torch
 
 from ..errors import UserError
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_DTYPES = {
+    name: getattr(torch, name)
+    for name in ("bfloat16", "float16", "float32", "float64", "int64", "int32", "uint8", "bool")
+}
 
 
 def collate_prepared(rows: list[dict]) -> dict:
-    """Stacks rows of the prepared dataset (recipes/prepare_dataset.py), all of one bucket.
+    """Stacks rows of a dataset of latents (recipes/prepare_dataset.py, buckets.sources), all of one bucket.
 
     Args:
-        rows: with `latent`, `latent_shape`, `latent_dtype`, the same three for `prompt_embeds`, `caption`,
-            `latent_normalized`; `file` and `sample_index` name the row if it is bad.
+        rows: with `latent`, `latent_shape`, `latent_dtype`, `caption`, `latent_normalized`; `prompt_embeds` and any
+            other tensor as the same three columns; `file` and `sample_index` name the row if it is bad.
 
     Returns:
-        latent [B, C, F, H, W] and prompt_embeds [B, L, E] in their stored dtype, caption (list of str),
-        latent_normalized (bool).
+        latent [B, C, F, H, W], prompt_embeds [B, L, E] and the other tensors [B, ...] in their stored dtype, caption
+        (list of str), latent_normalized (bool).
 
     Raises:
         UserError: bytes that do not match the shape, NaN or infinite values, or rows that do not belong together.
@@ -35,9 +38,9 @@ def collate_prepared(rows: list[dict]) -> dict:
             "One micro-batch holds normalised and raw latents: " + ", ".join(_name(row) for row in rows) + ". "
             "Prepare all of them the same way."
         )
+    tensors = [column for column in rows[0] if {f"{column}_shape", f"{column}_dtype"} <= rows[0].keys()]
     return {
-        "latent": _stack(rows, "latent"),
-        "prompt_embeds": _stack(rows, "prompt_embeds"),
+        **{column: _stack(rows, column) for column in tensors},
         "caption": [row["caption"] for row in rows],
         "latent_normalized": normalized.pop(),
     }
@@ -49,17 +52,17 @@ def _name(row: dict) -> str:
 
 def _stack(rows: list[dict], column: str) -> torch.Tensor:
     """The raw bytes of a column as one tensor [B, *shape]."""
-    kind = (tuple(rows[0][f"{column}_shape"]), rows[0][f"{column}_dtype"])
+    kinds = [(tuple(row.get(f"{column}_shape") or ()), row.get(f"{column}_dtype")) for row in rows]
+    kind = kinds[0]
     shape, dtype = kind[0], _DTYPES.get(kind[1])
     if dtype is None:
         raise UserError(f"{column}_dtype is one of {sorted(_DTYPES)}, but {_name(rows[0])} has {kind[1]!r}.")
     expected = math.prod(shape) * dtype.itemsize
-    for row in rows:
-        found = (tuple(row[f"{column}_shape"]), row[f"{column}_dtype"])
+    for row, found in zip(rows, kinds):
         if found != kind:
             raise UserError(
                 f"One micro-batch needs one {column} shape and dtype, but {_name(rows[0])} has {kind} and "
-                f"{_name(row)} has {found}. Prepare the dataset with one setting."
+                f"{_name(row)} has {found}. Prepare the dataset with one setting, or give your own collate_fn."
             )
         if len(row[column]) != expected:
             raise UserError(

@@ -119,8 +119,8 @@ def read_shapes(dataset) -> BucketIndex:
     if columns is None or "latent_shape" not in columns:
         raise UserError(
             f"Expected a datasets.Dataset with the column 'latent_shape' ([C, F, H, W]), but found "
-            f"{columns or type(dataset).__name__}. Prepare it with recipes/prepare_dataset.py, or give the shapes "
-            "yourself (shapes=...)."
+            f"{columns or type(dataset).__name__}. Prepare it with recipes/prepare_dataset.py, load a cache with "
+            "buckets.sources, or give the shapes yourself (shapes=...)."
         )
     if len(dataset) == 0:
         return index_shapes(np.empty((0, 3)))
@@ -163,37 +163,6 @@ def dataset_fingerprint(dataset, index: BucketIndex, repeats: np.ndarray | None 
         for part in _read_column(dataset, "file").chunks:
             digest.update("".join(f"{name}\0" for name in part.to_pylist()).encode())
     return f"{len(index.bucket_of_sample)} samples {digest.hexdigest()}"
-
-
-def read_shapes_from_safetensors(folder: str | Path) -> tuple[BucketIndex, list[Path]]:
-    """Reads the shapes of a folder of latents, one tensor [C, F, H, W] a file, from the files' headers only.
-
-    Returns:
-        The index and the files, sorted by path: sample i is files[i].
-
-    Raises:
-        UserError: no file, a file that is no safetensors, or not exactly one tensor of four dimensions in it.
-    """
-    files = sorted(Path(folder).rglob("*.safetensors"))
-    if not files:
-        raise UserError(f"Expected *.safetensors files in {folder}, but found none. Check the folder.")
-    return index_shapes(np.array([_latent_size(file) for file in files])), files
-
-
-def _latent_size(file: Path) -> list[int]:
-    with open(file, "rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        # A header over 100 MB is not one that safetensors itself would read.
-        header = stream.read(length) if length < 100_000_000 else b""
-    try:
-        tensors = json.loads(header)
-    except ValueError:
-        raise UserError(f"{file} is not a whole safetensors file. Write it again or remove it.") from None
-    latents = [t["shape"] for name, t in tensors.items() if name != "__metadata__" and len(t["shape"]) == 4]
-    if len(latents) != 1:
-        found = {name: t["shape"] for name, t in tensors.items() if name != "__metadata__"}
-        raise UserError(f"Expected one tensor [C, F, H, W] in {file}, but found {found}.")
-    return latents[0][1:]
 
 
 def load_prepared(path: str | Path):

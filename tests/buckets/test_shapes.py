@@ -3,8 +3,6 @@
 import datasets
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import save_file
 from support.prepared import save_prepared
 
 from adaptiveload_hf.buckets.shapes import (
@@ -14,7 +12,6 @@ from adaptiveload_hf.buckets.shapes import (
     index_shapes,
     load_prepared,
     read_shapes,
-    read_shapes_from_safetensors,
     shape_counts,
 )
 from adaptiveload_hf.errors import UserError
@@ -104,25 +101,6 @@ def test_a_million_sizes_group_like_numpy_rows():
     index = index_shapes(sizes)
     back = np.array([[s.frames, s.height, s.width] for s in index.shapes])[index.bucket_of_sample]
     assert (back == sizes).all()
-
-
-def test_shapes_of_safetensors_come_from_their_headers(tmp_path):
-    save_file({"latent": torch.zeros(16, 5, 8, 12, dtype=torch.bfloat16)}, tmp_path / "b.safetensors")
-    save_file({"latents_1x8x8": torch.zeros(16, 1, 8, 8), "length": torch.zeros(1)}, tmp_path / "a.safetensors")
-    index, files = read_shapes_from_safetensors(tmp_path)
-    assert [file.name for file in files] == ["a.safetensors", "b.safetensors"]
-    assert [str(index.shapes[bucket]) for bucket in index.bucket_of_sample] == ["1x8x8", "5x8x12"]
-
-
-def test_a_folder_of_other_safetensors_is_refused(tmp_path):
-    with pytest.raises(UserError, match="found none"):
-        read_shapes_from_safetensors(tmp_path)
-    save_file({"weight": torch.zeros(3, 3)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=r"one tensor \[C, F, H, W\] in .*model.safetensors"):
-        read_shapes_from_safetensors(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"\x05\x00\x00\x00\x00\x00\x00\x00abc")
-    with pytest.raises(UserError, match=r"model.safetensors is not a whole safetensors file"):
-        read_shapes_from_safetensors(tmp_path)
 
 
 def test_a_prepared_dataset_loads_from_either_folder(tmp_path):

@@ -1,0 +1,128 @@
+"""How does a row of a table that only says where a sample lies become a row with its tensors?"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import torch
+
+from ..errors import UserError
+from .latent_files import StoredTensor, load_pt_latent, name_tensors, name_text_tensors, read_header
+
+# file: the sample's name. path, text_path: below the root. offset, size: bytes of a safetensors file in `path`.
+# prompt_rows: rows of prompt_embeds. json: what a shard says of the sample.
+COLUMNS = ("file", "latent_shape", "caption", "prompt_rows", "path", "offset", "size", "text_path", "json")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A sample before its tensors are read: the values of COLUMNS, and the kind of tensors it has."""
+
+    values: dict
+    kind: str
+
+
+def make_place(file: str, latent: StoredTensor, others: dict[str, StoredTensor], **values) -> Place:
+    """A sample called `file`, whose further `values` fill COLUMNS."""
+    prompt = others.get("prompt_embeds")
+    kinds = [f"latent of {latent.shape[0]} channels {latent.dtype}"]
+    for name, tensor in sorted(others.items()):
+        width = f"{list(tensor.shape[1:])} " if name == "prompt_embeds" else ""
+        kinds.append(f"{name} {width}{tensor.dtype}")
+    row = dict.fromkeys(COLUMNS) | {"file": file, "latent_shape": list(latent.shape), "caption": "", "offset": 0}
+    row["prompt_rows"] = None if prompt is None else prompt.shape[0]
+    return Place(row | values, ", ".join(kinds))
+
+
+def keep_one_kind(places: list[Place], problems: list[str]) -> list[Place]:
+    """The samples whose tensors are of the most frequent kind, or that with captions' embeddings if any have them.
+
+    The others become problems, since they could not share a micro-batch: another number of channels or dtype, or no
+    embedding.
+    """
+    counts = Counter(place.kind for place in places)
+    if len(counts) < 2:
+        return places
+    with_text = {p.kind for p in places if p.values["text_path"] or p.values["prompt_rows"] is not None}
+    wanted = max(counts, key=lambda kind: (kind in with_text, counts[kind]))
+    problems += [
+        f"{place.values['file']}: has {place.kind}; not used with the {counts[wanted]} that have {wanted}"
+        for place in places
+        if place.kind != wanted
+    ]
+    return [place for place in places if place.kind == wanted]
+
+
+def make_table(places: list[Place]):
+    """A pyarrow.Table with COLUMNS."""
+    import pyarrow
+
+    text, number = pyarrow.string(), pyarrow.int64()
+    kinds = (text, pyarrow.list_(pyarrow.int32()), text, pyarrow.int32(), text, number, number, text, text)
+    schema = pyarrow.schema(list(zip(COLUMNS, kinds)))
+    return pyarrow.Table.from_pylist([place.values for place in places], schema=schema)
+
+
+@dataclass(frozen=True)
+class ReadSamples:
+    """The transform of a `datasets.Dataset` with COLUMNS: rows as recipes/prepare_dataset.py writes them.
+
+    It opens files anew for every row: nothing is shared between processes, and any start method of workers works.
+
+    Args:
+        root: folder that `path` and `text_path` are below.
+        latent_normalized: whether the latents are.
+        prompt_length: rows that prompt_embeds gets, zeros after the caption's own.
+    """
+
+    root: str
+    latent_normalized: bool
+    prompt_length: int | None
+
+    def __call__(self, batch: dict[str, list]) -> dict[str, list]:
+        if not batch.keys() >= set(COLUMNS):
+            return batch  # a few columns were asked for, not samples
+        rows = [self._read(dict(zip(batch, values))) for values in zip(*batch.values())]
+        return {name: [row.get(name) for row in rows] for name in dict.fromkeys(chain.from_iterable(rows))}
+
+    def _read(self, place: dict) -> dict:
+        row = json.loads(place["json"]) if place["json"] else {}
+        row |= {"file": place["file"], "caption": place["caption"], "latent_normalized": self.latent_normalized}
+        try:
+            tensors = _read_tensors(Path(self.root, place["path"]), place["offset"], place["size"], name_tensors)
+            if place["text_path"]:
+                text = Path(self.root, place["text_path"])
+                tensors |= _read_tensors(text, 0, text.stat().st_size, name_text_tensors)
+        except (UserError, OSError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise UserError(f"{place['file']} cannot be read any more: {reason}") from None
+        if list(tensors["latent"][0].shape) != place["latent_shape"]:
+            raise UserError(
+                f"{place['file']} had the latent shape {place['latent_shape']} when the dataset was loaded, but now "
+                f"has {list(tensors['latent'][0].shape)}. Load the dataset again."
+            )
+        for name, (tensor, content) in tensors.items():
+            shape = tensor.shape
+            if name == "prompt_embeds" and self.prompt_length is not None:
+                shape = (self.prompt_length, *shape[1:])
+                content += bytes(math.prod(shape) * getattr(torch, tensor.dtype).itemsize - len(content))
+            row |= {name: content, f"{name}_shape": list(shape), f"{name}_dtype": tensor.dtype}
+        return row
+
+
+def _read_tensors(path: Path, start: int, size: int, naming) -> dict[str, tuple[StoredTensor, bytes]]:
+    if path.suffix == ".pt":
+        latent = load_pt_latent(path)
+        place = StoredTensor(tuple(latent.shape), str(latent.dtype).removeprefix("torch."), 0, 0, False)
+        return {"latent": (place, latent.contiguous().view(torch.uint8).numpy().tobytes())}
+    tensors = {}
+    with open(path, "rb") as stream:
+        for name, tensor in naming(read_header(stream, start, size)[0]).items():
+            stream.seek(tensor.start)
+            tensors[name] = (tensor, stream.read(tensor.end - tensor.start))
+    return tensors
