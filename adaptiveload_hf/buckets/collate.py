@@ -117,15 +117,17 @@ def keep(batch):
     return batch
 
 
-def check_picklable(collate_fn: Callable) -> None:
-    """Raises a UserError if workers of this platform's start method could not receive collate_fn."""
+def check_picklable(dataset, collate_fn: Callable) -> None:
+    """Raises a UserError if workers of this platform's start method could not receive the dataset or collate_fn."""
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     if method == "fork":
         return
-    try:
-        pickle.dumps(collate_fn)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise UserError(
-            f"collate_fn cannot be sent to workers started with {method!r}: {error}. Define it at the top level of a "
-            "module (no lambda, no local function), or use num_workers=0."
-        ) from None
+    for name, value in (("collate_fn", collate_fn), ("the dataset", dataset)):
+        try:
+            pickle.dumps(value)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise UserError(
+                f"{name} cannot be sent to workers started with {method!r}: {error}. Define its functions at the top "
+                "level of a module (no lambda, no local function) and open files only where rows are read, or use "
+                "num_workers=0."
+            ) from None

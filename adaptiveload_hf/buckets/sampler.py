@@ -184,7 +184,7 @@ class BucketDataLoader(DataLoaderStateMixin):
             )
         collate_fn = collate_fn or collate_prepared
         if num_workers:
-            check_picklable(collate_fn)
+            check_picklable(dataset, collate_fn)
         self.dataset, self.accelerator, self.gradient_state = dataset, accelerator, accelerator.gradient_state
         self.seed, self._on_dataset_change = seed, on_dataset_change
         self.fingerprint = dataset_fingerprint(dataset, index, repeats)

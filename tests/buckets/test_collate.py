@@ -94,13 +94,15 @@ def spawn():
     multiprocessing.set_start_method(before, force=True)
 
 
-def test_a_collate_function_that_cannot_be_sent_to_workers_is_refused(spawn):
-    with pytest.raises(UserError, match=r"started with 'spawn': .*Define it at the top level"):
-        check_picklable(lambda rows: rows)
-    check_picklable(collate_prepared)
+def test_a_collate_function_or_dataset_that_cannot_be_sent_to_workers_is_refused(spawn, dataset):
+    with pytest.raises(UserError, match=r"collate_fn cannot be sent .* with 'spawn': .* at the top level"):
+        check_picklable(dataset, lambda rows: rows)
+    with pytest.raises(UserError, match=r"the dataset cannot be sent to workers started with 'spawn'"):
+        check_picklable(dataset.with_transform(lambda rows: rows), collate_prepared)
+    check_picklable(dataset, collate_prepared)
 
 
-def test_forked_workers_take_any_collate_function():
+def test_forked_workers_take_any_collate_function(dataset):
     if multiprocessing.get_start_method() != "fork":
         pytest.skip("this platform does not fork")
-    check_picklable(lambda rows: rows)
+    check_picklable(dataset, lambda rows: rows)

@@ -209,7 +209,7 @@ def test_workers_started_in_any_way_give_the_same_batches(start_method):
 
 @pytest.mark.parametrize("start_method", ["spawn"], indirect=True)
 def test_a_local_collate_function_is_refused_before_training(start_method):
-    with pytest.raises(UserError, match="Define it at the top level"):
+    with pytest.raises(UserError, match="collate_fn cannot be sent to workers"):
         make(num_workers=1, collate_fn=lambda rows: {})
 
 
