@@ -10,6 +10,7 @@ _PUBLIC = {
     "unpatch_model": "adaln.patch",
     "patched": "adaln.patch",
     "PatchReport": "adaln.patch",
+    "AdaptiveLoadAttnProcessor": "adaln.attention",
     "LatentShape": "buckets.shapes",
     "TokenGeometry": "buckets.shapes",
     "Measurement": "buckets.cost",

@@ -41,7 +41,7 @@ LAYERS = [
     {"adaln.schemas", "buckets.ranks", "buckets.simulate", "buckets.sources"},
     {"adaln.ops", "buckets.sampler", "config", "distributed", "report"},
     {"adaln.forwards", "benchmark"},
-    {"adaln.patch_report"},
+    {"adaln.attention", "adaln.patch_report"},
     {"adaln.patch"},
     {"cli"},
 ]

@@ -31,7 +31,7 @@ TESTED_SOURCES = {
     ("diffusers.models.transformers.transformer_wan.WanTransformerBlock", "21c15441b009932c"),
 }
 
-_BACKENDS = {
+BACKENDS = {
     "auto": (fused_ops, ("cpu", "cuda")),
     "cuda": (fused_ops, ("cuda",)),
     "reference": (reference, ("cpu", "cuda")),
@@ -131,7 +131,7 @@ class RewrittenForward:
         code = compile(text, file_name, "exec", flags=future_flags(original), dont_inherit=True)
         namespace: dict = {}
         exec(code, original.__globals__, namespace)
-        function = namespace["make"](FusedOps(*_BACKENDS[backend], names))
+        function = namespace["make"](FusedOps(*BACKENDS[backend], names))
         function.__defaults__, function.__kwdefaults__ = original.__defaults__, original.__kwdefaults__
         function.__qualname__, function.__annotations__ = original.__qualname__, original.__annotations__
         return function, text

@@ -10,6 +10,7 @@ from diffusers import ModelMixin
 from torch import nn
 
 from ..errors import UserError
+from . import attention
 from .forwards import RewrittenForward, norms_of, rewritten_behind, rewritten_forward
 from .ops import OPS, extension_missing_reason, kernel_backend
 from .patch_report import PatchReport
@@ -27,8 +28,9 @@ def patch_model(
     """Run the adaptive layer norms and gated residuals of a diffusers model as fused ops.
 
     The source of each block's forward is rewritten where `norm(x) * (1 + scale) + shift` and `x + gate * y` are proven
-    to be replaceable, and the result becomes the forward of the instance, below any hook. Weights, their names, the
-    class and all else stay. What is not proven stays eager and is listed. Patching again replaces an earlier patch.
+    to be replaceable, and the result becomes the forward of the instance, below any hook. The processors of Wan's
+    self-attention are wrapped (`AdaptiveLoadAttnProcessor`). Weights, their names, the class and all else stay. What
+    is not proven stays eager and is listed. Patching again replaces an earlier patch.
 
     Args:
         model: an nn.Module, before or after hooks, PEFT, FSDP2 and DDP; or a pipeline, whose `transformer*` and
@@ -61,14 +63,20 @@ def patch_model(
         if owner is not None:
             rewritten = rewritten_forward(owner, norms_of(module, owner), names, backend, verify)
             report.add(rewritten, _install(module, owner, rewritten))
+        if "rms_norm_rope" in names and attention.can_hold(module):
+            report.add_attention(owner, attention.install(module, backend))
     if not report.instances_patched:
         raise UserError(_nothing_patched(report, models))
     return report
 
 
 def unpatch_model(model: nn.Module) -> None:
-    """Give every module of a model (or pipeline) its own forward back; what was never patched stays as it is."""
+    """Give every module of a model (or pipeline) its own forward and attention processor back.
+
+    What was never patched stays as it is, also an `AdaptiveLoadAttnProcessor` that the caller set.
+    """
     for module in (module for model in _models_of(model) for module in model.modules()):
+        attention.uninstall(module)
         for holder, name in _slots(module):
             rewritten = rewritten_behind(_function_of(getattr(holder, name), module))
             if rewritten is not None and holder is module and name == "forward":

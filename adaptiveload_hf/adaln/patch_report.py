@@ -7,16 +7,20 @@ from ..errors import UserError
 from .forwards import RewrittenForward
 from .runtime import Verdict
 
-_COLUMNS = ("class", "instances", "modulations", "gates", "how", "left eager because")
+_KINDS = ("modulations", "gates", "attention")
+_COLUMNS = ("class", "instances", *_KINDS, "how", "left eager because")
 
 
 @dataclass
 class _Row:
-    """One class: its rewritten forwards (several if its instances hold different norms) and how often each is used."""
+    """One class: its rewritten forwards (several if its instances hold different norms) and how often each is used;
+    on how many of its instances an attention processor could be wrapped, and is."""
 
     forwards: Counter = field(default_factory=Counter)
     patched: Counter = field(default_factory=Counter)
     refusals: Counter = field(default_factory=Counter)
+    attention_found: int = 0
+    attention_fused: int = 0
 
     def count(self, kind: str, *, fused: bool) -> int:
         """Sites of a kind over all instances, in the source: a branch that never runs counts too."""
@@ -29,10 +33,10 @@ class _Row:
 
     @property
     def how(self) -> str:
-        if not self.patched:
-            return "eager"
         verdicts = sorted({forward.verdict.value for forward in self.patched})
-        return f"rewritten ({', '.join(verdicts)})"
+        ways = [f"rewritten ({', '.join(verdicts)})"] if verdicts else []
+        ways += ["processor wrapped"] if self.attention_fused else []
+        return ", ".join(ways) or "eager"
 
     @property
     def reasons(self) -> list[str]:
@@ -68,6 +72,16 @@ class PatchReport:
         else:
             row.refusals.update([refusal] if refusal else [f"{s.text}: {s.reason}" for s in forward.sites])
 
+    def add_attention(self, owner: type, refusal: str | None) -> None:
+        """Count one self-attention of a class; `refusal` says why its processor was not wrapped."""
+        row = self._rows.setdefault(f"{owner.__module__}.{owner.__qualname__}", _Row())
+        row.attention_found += 1
+        if refusal is None:
+            row.attention_fused += 1
+            self.instances_patched += 1
+        else:
+            row.refusals.update([refusal])
+
     def source(self, class_name: str) -> str:
         """The generated code of a class, named alone or with its module.
 
@@ -82,16 +96,18 @@ class PatchReport:
 
     def to_dict(self) -> dict:
         """{"classes": [{"class", "instances", "modulations_fused", "modulations_found", "gates_fused", "gates_found",
-        "how", "left_eager"}], "backends": {op: where}, "extension_missing": str or None}. Counts are of sites in the
-        source, over all instances."""
+        "attention_fused", "attention_found", "how", "left_eager"}], "backends": {op: where}, "extension_missing": str
+        or None}. Counts are of sites in the source, over all instances, and of self-attention processors."""
         classes = [
             {
                 "class": name,
-                "instances": row.forwards.total(),
+                "instances": max(row.forwards.total(), row.attention_found),
                 "modulations_fused": row.count("modulation", fused=True),
                 "modulations_found": row.count("modulation", fused=False),
                 "gates_fused": row.count("gate", fused=True),
                 "gates_found": row.count("gate", fused=False),
+                "attention_fused": row.attention_fused,
+                "attention_found": row.attention_found,
                 "how": row.how,
                 "left_eager": row.reasons,
             }
@@ -102,7 +118,7 @@ class PatchReport:
     def __str__(self) -> str:
         lines = [_COLUMNS]
         for row in self.to_dict()["classes"]:
-            counts = [f"{row[f'{kind}_fused']}/{row[f'{kind}_found']}" for kind in ("modulations", "gates")]
+            counts = [f"{row[f'{kind}_fused']}/{row[f'{kind}_found']}" for kind in _KINDS]
             reasons = row["left_eager"] or [""]
             name = row["class"].rpartition(".")[2]
             lines.append((name, str(row["instances"]), *counts, row["how"], reasons[0]))

@@ -45,14 +45,7 @@ class FusedOps:
 
     def is_plain(self, *norms: nn.Module) -> bool:
         """Whether norms are known ones whose calls do nothing but their arithmetic."""
-        return not _any_global_hook() and all(
-            NORM_OPS.get(type(norm)) in self.names
-            and "forward" not in norm.__dict__  # older Dynamo does not trace vars()
-            and not (
-                norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
-            )
-            for norm in norms
-        )
+        return _no_hooks_on(*norms) and all(NORM_OPS.get(type(norm)) in self.names for norm in norms)
 
     def can_modulate(self, norm: nn.Module, x: Tensor, scale: Tensor, shift: Tensor | None) -> bool:
         """Whether `modulate` stands for `norm(x) * (1 + scale) + shift`: equal but for rounding, nothing skipped."""
@@ -92,16 +85,36 @@ class FusedOps:
             out_dtype = torch.promote_types(torch.promote_types(x.dtype, y.dtype), gate.dtype)
         return self.ops.gate_residual(x, y, gate, out_dtype=out_dtype)
 
+    def can_turn(self, norms: tuple[nn.Module, ...], x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> bool:
+        """Whether `rms_norm_rope` stands for the norms of projections of x [B, S, D] and the rotation after them."""
+        return (
+            _no_hooks_on(*norms)
+            and self._is_stream(x)
+            and all(type(norm) is nn.RMSNorm and norm.eps is not None for norm in norms)
+            and all(norm.weight is not None and _fits_projection(norm, x) for norm in norms)
+            and all(_fits_heads(table, x, norms[0], heads) for table in (cos, sin))
+        )
+
+    def rms_norm_rope(self, norm: nn.RMSNorm, x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+        """norm(x) with the columns of its heads turned, of x's dtype: [B, S, D]."""
+        return self.ops.rms_norm_rope(x, norm.weight, cos, sin, heads=heads, eps=norm.eps).flatten(2)
+
     def _is_stream(self, x: Tensor) -> bool:
         return _is_tensor(x) and x.ndim == 3 and x.device.type in self.device_types and _narrow_enough(x)
 
 
-def _any_global_hook() -> bool:
-    return bool(
+def _no_hooks_on(*modules: nn.Module) -> bool:
+    """Whether calling modules runs their class's forward and nothing else."""
+    any_global = (
         torch_module._global_forward_hooks
         or torch_module._global_forward_pre_hooks
         or torch_module._global_backward_hooks
         or torch_module._global_backward_pre_hooks
+    )
+    return not any_global and all(
+        "forward" not in m.__dict__  # older Dynamo does not trace vars()
+        and not (m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks)
+        for m in modules
     )
 
 
@@ -123,6 +136,31 @@ def _fits_rows(m: Tensor, x: Tensor) -> bool:
     if not _is_tensor(m) or m.ndim != 3 or m.device != x.device or m.shape[2] != x.shape[2]:
         return False
     return m.shape[0] in (1, x.shape[0]) and m.shape[1] in (1, x.shape[1])
+
+
+def _fits_projection(norm: nn.RMSNorm, x: Tensor) -> bool:
+    """The norm's weight is for rows, and eager rounds norms of projections of x to their own dtype or later does.
+
+    The projections themselves are not known yet: they have x's dtype, or that of autocast. On CUDA autocast computes
+    the norm in float32, and attention casts that down again.
+    """
+    weight = norm.weight
+    if x.is_cuda and torch.is_autocast_enabled("cuda"):
+        same_dtype = True
+    else:
+        same_dtype = weight.dtype == x.dtype and not torch.is_autocast_enabled(x.device.type)
+    return (
+        _is_tensor(weight) and weight.device == x.device and weight.ndim == 1 and _narrow_enough(weight) and same_dtype
+    )
+
+
+def _fits_heads(table: Tensor, x: Tensor, norm: nn.RMSNorm, heads: int) -> bool:
+    """[B or 1, S, 1, D / heads] and no more than numbers."""
+    if not _is_tensor(table) or table.ndim != 4 or table.device != x.device or table.requires_grad:
+        return False
+    batch, tokens, ones, head_width = table.shape
+    width = norm.weight.shape[0]
+    return batch in (1, x.shape[0]) and tokens == x.shape[1] and ones == 1 and head_width * heads == width
 
 
 def _affine_fits(norm: nn.Module, x: Tensor) -> bool:

@@ -9,14 +9,16 @@ from adaptiveload_hf.adaln import ops
 from adaptiveload_hf.adaln.forwards import TESTED_SOURCES
 from adaptiveload_hf.adaln.source import running_source
 
-# Per forward of each tiny model: (modulations, gates) that run fused. Its other norms are in the top-level forward.
+# Per forward of each tiny model: (modulations, gates, norms with rotation) that run fused. Its other norms are in the
+# top-level forward.
 FUSED_CALLS = {
-    "wan": (4, 4),
-    "wan_per_token": (4, 4),
-    "sd3": (12, 10),
-    "sd35": (14, 12),
-    "flux": (11, 10),
-    "cogvideox": (9, 8),
+    "wan": (4, 4, 4),
+    "wan_per_token": (4, 4, 4),
+    "wan_i2v": (4, 4, 4),
+    "sd3": (12, 10, 0),
+    "sd35": (14, 12, 0),
+    "flux": (11, 10, 0),
+    "cogvideox": (9, 8, 0),
 }
 
 
@@ -48,7 +50,7 @@ def test_outputs_and_all_gradients_equal_the_unpatched_ones(family, backend):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_site_below_the_top_level_runs_fused(family, monkeypatch):
-    counts = dict.fromkeys(("layer_norm_modulate", "gate_residual"), 0)
+    counts = dict.fromkeys(("layer_norm_modulate", "gate_residual", "rms_norm_rope"), 0)
     for name in counts:
         original = getattr(ops, name)
 
@@ -65,9 +67,10 @@ def test_every_site_below_the_top_level_runs_fused(family, monkeypatch):
         if "top-level" not in str(row["left_eager"]):
             assert row["modulations_fused"] == row["modulations_found"]
             assert row["gates_fused"] == row["gates_found"]
+            assert row["attention_fused"] == row["attention_found"]
 
 
-@pytest.mark.parametrize("family", ["wan", "wan_per_token", "sd3", "sd35"])
+@pytest.mark.parametrize("family", ["wan", "wan_per_token", "wan_i2v", "sd3", "sd35"])
 def test_bfloat16_is_at_least_as_close_to_float64_as_eager(family):
     eager, fused = torch.zeros(2), torch.zeros(2)
     for seed in range(4):

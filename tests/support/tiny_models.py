@@ -8,7 +8,7 @@ from diffusers import (
     WanTransformer3DModel,
 )
 
-FAMILIES = ("wan", "wan_per_token", "sd3", "sd35", "flux", "cogvideox")
+FAMILIES = ("wan", "wan_per_token", "wan_i2v", "sd3", "sd35", "flux", "cogvideox")
 
 
 def tiny_model(family: str, seed: int = 0) -> torch.nn.Module:
@@ -37,6 +37,9 @@ def tiny_inputs(family: str, batch: int = 2, seed: int = 0, dtype: torch.dtype =
         return {"hidden_states": normal(batch, 4, 8, 8), "timestep": timestep, **text}
     if family == "wan_per_token":  # as in Wan 2.2 TI2V: each of the 12 tokens has its own
         timestep = torch.randint(1, 1000, (batch, 12), generator=generator)
+    if family == "wan_i2v":  # the attention takes the last 512 tokens for text, those before for the image
+        states = {"hidden_states": normal(batch, 4, 3, 4, 4), "encoder_hidden_states": normal(batch, 512, 16)}
+        return {**states, "encoder_hidden_states_image": normal(batch, 3, 8), "timestep": timestep}
     states = {"hidden_states": normal(batch, 4, 3, 4, 4), "encoder_hidden_states": normal(batch, 5, 16)}
     return {**states, "timestep": timestep}
 
@@ -56,10 +59,10 @@ def relative_error(value: torch.Tensor, truth: torch.Tensor) -> float:
     return ((value.double() - truth.double()).norm() / truth.double().norm().clamp_min(1e-30)).item()
 
 
-def _wan() -> WanTransformer3DModel:
+def _wan(**image_to_video) -> WanTransformer3DModel:
     sizes = {"num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 32, "num_layers": 2}
     inputs = {"in_channels": 4, "out_channels": 4, "text_dim": 16, "freq_dim": 32, "patch_size": (1, 2, 2)}
-    return WanTransformer3DModel(**sizes, **inputs, rope_max_seq_len=32)
+    return WanTransformer3DModel(**sizes, **inputs, rope_max_seq_len=32, **image_to_video)
 
 
 def _sd3(**sd35) -> SD3Transformer2DModel:
@@ -85,6 +88,7 @@ def _cogvideox() -> CogVideoXTransformer3DModel:
 _MAKERS = {
     "wan": _wan,
     "wan_per_token": _wan,
+    "wan_i2v": lambda: _wan(image_dim=8, added_kv_proj_dim=24),
     "sd3": _sd3,
     "sd35": lambda: _sd3(dual_attention_layers=(0, 1), qk_norm="rms_norm"),
     "flux": _flux,
