@@ -6,6 +6,14 @@ from .figures import can_draw, fit_png
 
 CARD_FILE, PICTURE_FILE = "README.md", "fit.png"
 TAGS = ["adaptiveload", "bucket-config", "video-diffusion"]
+_MEASURED = (
+    "What one training step of this model costs, measured with the set-up below, and the law fitted to it. "
+    "`adaptiveload_hf` turns it into batch sizes for your own clips, number of GPUs and gradient accumulation."
+)
+_COUNTED = (
+    "What one training step of this model costs in proportion, counted from its config: relative cost (teraflop), not "
+    "seconds. Nothing was measured. `adaptiveload_hf` deals micro-batches of equal cost side by side by it."
+)
 
 
 def write_card(config, folder, repo_id):
@@ -20,7 +28,7 @@ def write_card(config, folder, repo_id):
     Returns: names of the files written, list[str].
     """
     files = [CARD_FILE]
-    if can_draw():
+    if config.measurements and can_draw():
         (folder / PICTURE_FILE).write_bytes(fit_png(config.measurements, config.cost_model, config.power_law))
         files.append(PICTURE_FILE)
     (folder / CARD_FILE).write_text(_card(config, repo_id, PICTURE_FILE in files), encoding="utf-8")
@@ -34,10 +42,9 @@ def _card(config, repo_id, has_picture):
     parts = [
         f"---\n{front_matter}\n---",
         f"# Bucket config: {_cell(config.model.get('class', 'a diffusion transformer'))}",
-        "What one training step of this model costs, measured with the set-up below, and the law fitted to it. "
-        "`adaptiveload_hf` turns it into batch sizes for your own clips, number of GPUs and gradient accumulation.",
+        (_MEASURED if config.measurements else _COUNTED),
         _use(repo_id),
-        "## Measured with\n\n" + _table(("", ""), _facts(config)),
+        ("## Measured with\n\n" if config.measurements else "## Counted for\n\n") + _table(("", ""), _facts(config)),
         "## Cost law\n\n" + _table(("form", "parameters", "median error", "largest error"), _laws(config)),
     ]
     if config.memory_model is not None:
@@ -45,10 +52,14 @@ def _card(config, repo_id, has_picture):
         parts.append(f"Memory: {memory.base_gib:.4g} GiB + {memory.gib_per_token:.4g} GiB for each token of B*S.")
     if has_picture:
         parts.append(f"![measured seconds, fitted laws and their errors]({PICTURE_FILE})")
-    header = ("shape", "tokens S", "batch size B", "seconds", "peak GiB")
-    parts.append("## Measurements\n\n" + _table(header, _measurements(config)))
+    if config.measurements:
+        header = ("shape", "tokens S", "batch size B", "seconds", "peak GiB")
+        parts.append("## Measurements\n\n" + _table(header, _measurements(config)))
+    if config.batch_sizes:
+        rows = ((shape, config.geometry.tokens(shape), size) for shape, size in sorted(config.batch_sizes.items()))
+        parts.append("## Batch sizes in use\n\n" + _table(("shape", "tokens S", "batch size B"), rows))
     if config.example_plan is not None:
-        parts.append(_example(config.example_plan))
+        parts.append(_example(config.example_plan, config.cost_model.unit))
     return "\n\n".join(parts) + "\n"
 
 
@@ -73,13 +84,13 @@ def _facts(config):
 
 
 def _laws(config):
-    rows = [(f"**{config.cost_model.kind}** (used)", config.cost_model, config.config["cost_model"]["errors"])]
-    if config.cost_model.kind != "power_law":
+    rows = [(f"**{config.cost_model.kind}** (used)", config.cost_model, config.config["cost_model"].get("errors"))]
+    if config.power_law is not None and config.cost_model.kind != "power_law":
         label = "power_law (the paper's a + b\\*B\\*S^p)"
         rows.append((label, config.power_law, config.config["power_law"]["errors"]))
     for label, law, errors in rows:
         parameters = ", ".join(f"{name} {value:.4g}" for name, value in law.parameters.items())
-        yield label, parameters, _percent(errors["median"]), _percent(errors["max"])
+        yield label, parameters, *(_percent(errors[name]) if errors else "not measured" for name in ("median", "max"))
 
 
 def _measurements(config):
@@ -87,7 +98,7 @@ def _measurements(config):
         yield m.shape, m.tokens, m.batch_size, "out of memory" if m.oom else f"{m.seconds:.4g}", f"{m.peak_gib:.4g}"
 
 
-def _example(plan):
+def _example(plan, unit):
     rows = [
         (
             b.shape,
@@ -100,7 +111,7 @@ def _example(plan):
         )
         for b in plan.buckets
     ]
-    header = ("shape", "tokens", "samples", "batch size", "seconds", "GiB", "bound by")
+    header = ("shape", "tokens", "samples", "batch size", unit, "GiB", "bound by")
     return (
         "## Example: the plan for the author's own data\n\n"
         "Yours is computed from your data when you load the config.\n\n" + _table(header, rows)

@@ -29,8 +29,32 @@ Accumulation = Annotated[
 ]
 MemoryLimit = Annotated[float | None, typer.Option(min=0.1, help="Default: 90% of the measured GPU's memory.")]
 TargetSeconds = Annotated[str, typer.Option(metavar="SECONDS|auto", help="Largest time of a micro-batch.")]
+SamplesPerStep = Annotated[
+    float | None, typer.Option(min=1, help="Choose that time such that an optimizer step holds about so many samples.")
+]
 Extrapolate = Annotated[bool, typer.Option(help="Allow shapes outside the measured range of tokens.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+_COLUMNS = {  # key of `simulate --json` -> (column, format); those that a row lacks are left out
+    "policy": ("policy", "{}"),
+    "balance": ("balance", "{}"),
+    "world_size": ("W", "{}"),
+    "gradient_accumulation_steps": ("K", "{}"),
+    "epoch_seconds": ("epoch s", "{:.4g}"),
+    "ideal_seconds": ("ideal s", "{:.4g}"),
+    "epoch_relative_cost": ("epoch relative cost", "{:.4g}"),
+    "ideal_relative_cost": ("ideal relative cost", "{:.4g}"),
+    "balance_efficiency": ("efficiency", "{:.1%}"),
+    "step_cv": ("step CV", "{:.3f}"),
+    "compute_cv": ("compute CV", "{:.3f}"),
+    "samples_per_second": ("samples/s", "{:.4g}"),
+    "tokens_per_second": ("tokens/s", "{:.4g}"),
+    "samples_per_update_step": ("samples/step", "{:.1f}"),
+    "samples_per_update_step_cv": ("their CV", "{:.2f}"),
+    "gain_from_batch_sizes": ("by sizes", "{:.2f}x"),
+    "gain_from_dealing": ("by dealing", "{:.2f}x"),
+    "gain": ("gain", "{:.2f}x"),
+}
 
 
 def main():
@@ -91,7 +115,10 @@ def plan(
     gradient_accumulation_steps: Accumulation = None,
     memory_limit_gib: MemoryLimit = None,
     target_seconds: TargetSeconds = "auto",
-    policy: Annotated[str, typer.Option(help="dual, or a baseline: equal_token, equal_time.")] = "dual",
+    samples_per_step: SamplesPerStep = None,
+    policy: Annotated[
+        str | None, typer.Option(help="dual, equal_token, equal_time or fixed. Default: dual, or the config's own B.")
+    ] = None,
     allow_extrapolation: Extrapolate = False,
     as_json: AsJson = False,
 ):
@@ -101,24 +128,28 @@ def plan(
     Example:
       adaptiveload plan config --dataset prepared --world-size 8 --gradient-accumulation-steps 2
     """
-    loaded, counts, ranks = _load(config, dataset, shapes, world_size, gradient_accumulation_steps)
+    loaded, counts = _load(config, dataset, shapes)
+    ranks = _ranks(loaded, world_size, gradient_accumulation_steps)
     made = loaded.plan(
         counts,
         **ranks,
         memory_limit_gib=memory_limit_gib,
         target_seconds=_target(target_seconds),
+        samples_per_step=samples_per_step,
         policy=policy,
         allow_extrapolation=allow_extrapolation,
     )
+    unit = loaded.cost_model.unit
     if as_json:
-        _print_json(made.to_dict())
+        _print_json(_in_unit(made.to_dict(), unit))
     else:
-        header = ("shape", "pixels", "tokens", "samples", "batch size", "seconds", "GiB", "bound by")
+        header = ("shape", "pixels", "tokens", "samples", "batch size", unit, "GiB", "bound by")
         _print_table(header, [_bucket_row(bucket) for bucket in made.buckets])
     for finding in made.findings:
         _say(finding)
     options = [*_source(dataset, shapes), *_rank_options(ranks)]
     options += ["--memory-limit-gib", f"{memory_limit_gib:g}"] if memory_limit_gib is not None else []
+    options += ["--samples-per-step", f"{samples_per_step:g}"] if samples_per_step is not None else []
     options += ["--allow-extrapolation"] if allow_extrapolation else []
     _say_next("adaptiveload", "simulate", config, *options)
 
@@ -128,38 +159,53 @@ def simulate(
     config: Config,
     dataset: Dataset = None,
     shapes: Shapes = None,
-    world_size: WorldSize = None,
-    gradient_accumulation_steps: Accumulation = None,
+    world_size: Annotated[list[int] | None, typer.Option(min=1, help="Data ranks; may be repeated.")] = None,
+    gradient_accumulation_steps: Annotated[
+        list[int] | None, typer.Option(min=1, help="Micro-steps in an optimizer step; may be repeated.")
+    ] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="dual, equal_token, equal_time, fixed; repeatable.")] = None,
+    balance: Annotated[list[str] | None, typer.Option(help="none, step, window:n, auto; may be repeated.")] = None,
     memory_limit_gib: MemoryLimit = None,
     target_seconds: TargetSeconds = "auto",
+    samples_per_step: SamplesPerStep = None,
     allow_extrapolation: Extrapolate = False,
     as_json: AsJson = False,
 ):
-    """Predict an epoch under equal-token batches dealt at random and under planned ones dealt by cost.
+    """Predict an epoch, and what batch sizes and dealing each bring to it.
+
+    The gains are ratios of epoch times against equal-token batches (or the config's own batch sizes) dealt at random:
+    "by sizes" is what this policy's batch sizes bring when dealt at random, "by dealing" what dealing them by cost
+    brings on top, and "gain" is the product.
 
     \b
     Example:
-      adaptiveload simulate config --dataset prepared --world-size 8 --gradient-accumulation-steps 2
+      adaptiveload simulate config --dataset prepared --world-size 8 --world-size 16 --balance none --balance window:8
     """
-    loaded, counts, ranks = _load(config, dataset, shapes, world_size, gradient_accumulation_steps)
-    compared = loaded.compare(
+    from .buckets.simulate import BALANCES
+
+    loaded, counts = _load(config, dataset, shapes)
+    ranks = _ranks(loaded, world_size or None, gradient_accumulation_steps or None)
+    world_sizes, accumulations = (n if isinstance(n, list) else [n] for n in ranks.values())
+    rows = loaded.compare(
         counts,
-        **ranks,
+        policies=policy or None,
+        balances=balance or BALANCES,
+        world_sizes=world_sizes,
+        accumulations=accumulations,
         memory_limit_gib=memory_limit_gib,
         target_seconds=_target(target_seconds),
+        samples_per_step=samples_per_step,
         allow_extrapolation=allow_extrapolation,
     )
-    # "auto" may have chosen a mode that has its own row already.
-    rows = {(row.policy, row.balance): row for row in compared}.values()
+    rows = [_in_unit(_simulation(row), loaded.cost_model.unit) for row in rows]
     if as_json:
-        _print_json([{"policy": row.policy, "balance": row.balance, **asdict(row.simulation)} for row in rows])
+        _print_json(rows)
     else:
-        header = ("policy", "balance", "epoch s", "efficiency", "step CV", "compute CV", "samples/s", "tokens/s")
-        _print_table(header, [_simulation_row(row) for row in rows])
-    accumulation = ("--gradient_accumulation_steps", str(ranks["gradient_accumulation_steps"]))
+        columns = [name for name in _COLUMNS if name in rows[0]]
+        _print_table([_COLUMNS[n][0] for n in columns], [[_COLUMNS[n][1].format(r[n]) for n in columns] for r in rows])
     recipe = ("accelerate", "launch", "recipes/train_wan.py", "--bucket_config", config, "--output_dir", "run")
     data = ("--dataset", str(dataset or "PREPARED"), "--pretrained_model_name_or_path", "PIPELINE")
-    _say_next(*recipe, *data, *accumulation)
+    _say_next(*recipe, *data, "--gradient_accumulation_steps", str(accumulations[0]))
 
 
 @app.command()
@@ -189,8 +235,8 @@ def report(
     print(output)
 
 
-def _load(config, dataset, shapes, world_size, gradient_accumulation_steps):
-    """(BucketConfig, samples by shape, {world_size, gradient_accumulation_steps})."""
+def _load(config, dataset, shapes):
+    """(BucketConfig, samples by shape)."""
     from .buckets import shapes as reading
     from .config import BucketConfig
 
@@ -201,7 +247,7 @@ def _load(config, dataset, shapes, world_size, gradient_accumulation_steps):
         counts = reading.shape_counts(reading.read_shapes(reading.load_prepared(dataset)))
     else:
         counts = _read_counts(shapes)
-    return loaded, counts, _ranks(loaded, world_size, gradient_accumulation_steps)
+    return loaded, counts
 
 
 def _read_counts(path):
@@ -271,18 +317,23 @@ def _bucket_row(bucket):
     return shape, shape.pixels(), bucket.tokens, bucket.count, bucket.batch_size, seconds, gib, bucket.bound_by
 
 
-def _simulation_row(row):
-    simulation = row.simulation
-    return (
-        row.policy,
-        row.balance,
-        f"{simulation.epoch_seconds:.4g}",
-        f"{simulation.balance_efficiency:.1%}",
-        f"{simulation.step_cv:.3f}",
-        f"{simulation.compute_cv:.3f}",
-        f"{simulation.samples_per_second:.4g}",
-        f"{simulation.tokens_per_second:.4g}",
-    )
+def _simulation(row):
+    """One row of `simulate`, flat."""
+    ranks = {"world_size": row.world_size, "gradient_accumulation_steps": row.gradient_accumulation_steps}
+    gains = {"gain_from_batch_sizes": row.from_batch_sizes, "gain_from_dealing": row.from_dealing, "gain": row.gain}
+    return {"policy": row.policy, "balance": row.balance, **ranks, **asdict(row.simulation), **gains}
+
+
+def _in_unit(fields, unit):
+    """The same for JSON; where the cost is no time, no key says seconds, and nothing is per second."""
+    if unit == "seconds":
+        return fields
+    if isinstance(fields, list):
+        return [_in_unit(item, unit) for item in fields]
+    if not isinstance(fields, dict):
+        return fields
+    renamed = {name: _in_unit(value, unit) for name, value in fields.items() if not name.endswith("_per_second")}
+    return {name.replace("seconds", unit.replace(" ", "_")): value for name, value in renamed.items()}
 
 
 def _source(dataset, shapes):

@@ -5,23 +5,24 @@ import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import accelerate
-import diffusers
-import torch
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.utils import PushToHubMixin
 
-from . import __version__
 from .buckets.cost import MemoryModel, cost_model_from_dict, fit_cost_model, fit_memory_model
+from .buckets.flops import count_flops
 from .buckets.plan import BucketPlan, make_plan
 from .buckets.shapes import LatentShape, TokenGeometry
-from .buckets.simulate import compare
+from .buckets.simulate import BALANCES, compare
 from .card import write_card
 from .config_file import (
     CONFIG_FILE,
     FORMAT_VERSION,
     MEASUREMENTS_FILE,
     check_fields,
+    check_tokens,
+    current_environment,
+    differences,
+    is_counted,
     plain,
     read_config_measurements,
     read_fields,
@@ -37,7 +38,7 @@ _MAY_DIFFER = ("world_size", "gradient_accumulation_steps")
 
 class BucketConfig(ConfigMixin, PushToHubMixin):
     """
-    A cost law and a memory law with the measurements and the set-up they come from.
+    A cost law and a memory law with the measurements and the set-up they come from; or, `from_flops`, a counted cost.
 
     Args: the fields of `bucket_config.json`, as JSON has them, and
         measurements: the `Measurement`s that were fitted; saved beside it as `measurements.jsonl`.
@@ -57,21 +58,23 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         model: dict,
         environment: dict,
         cost_model: dict,
-        power_law: dict,
+        power_law: dict | None,
         memory_model: dict | None,
         example_plan: dict | None,
+        batch_sizes: dict | None = None,
         measurements=(),
     ):
         check_fields(self.config)
         self.model = model
         self.environment = environment
         self.cost_model = cost_model_from_dict(cost_model)
-        self.power_law = cost_model_from_dict(power_law)
+        self.power_law = None if power_law is None else cost_model_from_dict(power_law)
         self.memory_model = None if memory_model is None else MemoryModel(**memory_model)
         self.geometry = TokenGeometry(tuple(model["patch_size"]), model["text_tokens"])
         self.example_plan = None if example_plan is None else _read_plan(example_plan)
+        self.batch_sizes = {LatentShape.parse(shape): size for shape, size in (batch_sizes or {}).items()}
         self.measurements = list(measurements)
-        _check_tokens(self.measurements, self.geometry)
+        check_tokens(self.measurements, self.geometry)
 
     @classmethod
     def from_measurements(cls, measurements, *, model, environment, geometry, example_plan=None):
@@ -103,6 +106,32 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
             memory_model=memory and asdict(memory),
             example_plan=example_plan and plain(example_plan.to_dict(), "example_plan"),
             measurements=measurements,
+        )
+
+    @classmethod
+    def from_flops(cls, transformer_config, *, batch_sizes=None, text_tokens=None):
+        """
+        Without any measurement: a cost in proportion to the FLOPs of a transformer, enough to deal well.
+
+        Args:
+            transformer_config: a diffusers transformer, its `config`, or a folder with its config.json.
+            batch_sizes: the batch sizes that training uses already, B by shape. They are then the plan, and the
+                largest B*S among them is the memory that is known to fit.
+            text_tokens: as in `buckets.flops.count_flops`.
+
+        Raises:
+            UserError: a config whose FLOPs cannot be counted, or batch sizes that are none.
+        """
+        model_class, geometry, cost = count_flops(transformer_config, text_tokens)
+        return cls(
+            format_version=FORMAT_VERSION,
+            model={"class": model_class, "patch_size": list(geometry.patch_size), "text_tokens": geometry.text_tokens},
+            environment={},
+            cost_model={"kind": cost.kind, "parameters": cost.parameters},
+            power_law=None,
+            memory_model=None,
+            example_plan=None,
+            batch_sizes=batch_sizes and plain(batch_sizes, "batch_sizes"),
         )
 
     @classmethod
@@ -140,18 +169,20 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
                 local_files_only=local_files_only,
             )
         fields = read_fields(folder / CONFIG_FILE)
-        measurements, problems = read_config_measurements(folder / MEASUREMENTS_FILE)
+        measurements, problems = [], []
+        if not is_counted(fields):
+            measurements, problems = read_config_measurements(folder / MEASUREMENTS_FILE)
         for problem in problems:
             warnings.warn(f"{problem} The other lines are used.", stacklevel=2)
         try:
             config = cls(**fields, measurements=measurements)
         except UserError as error:
             raise UserError(f"{folder / CONFIG_FILE}: {error}") from None
-        differences = config.check_environment(current_environment()) if strict else []
-        if differences:
+        different = config.check_environment(current_environment()) if strict else []
+        if different:
             raise UserError(
                 f"{pretrained_model_name_or_path} was measured in another environment:\n  "
-                + "\n  ".join(differences)
+                + "\n  ".join(different)
                 + "\nMeasure again here with recipes/benchmark_shapes.py, or load it with strict=False."
             )
         return config
@@ -201,9 +232,10 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         gradient_accumulation_steps=1,
         memory_limit_gib=None,
         target_seconds="auto",
-        policy="dual",
+        policy=None,
         allow_extrapolation=False,
         batch_sizes=None,
+        samples_per_step=None,
     ):
         """
         `buckets.plan.make_plan` with this config's laws.
@@ -213,10 +245,15 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
             memory_limit_gib: None takes (1 - MEMORY_RESERVE) of the GPU memory that the config was measured with, or
                 of this machine's GPU where that is smaller; the plan's findings state it. Without measured memory
                 the largest micro-batch that was measured is the limit.
+            policy: None is "dual", or "fixed" where the config has batch sizes of its own.
             the rest: as in `make_plan`.
 
         Returns: `BucketPlan`.
         """
+        policy = policy or ("fixed" if self.batch_sizes else "dual")
+        if policy == "fixed":
+            own = {str(shape): size for shape, size in self.batch_sizes.items() if shape in shape_counts}
+            batch_sizes = own | {str(shape): size for shape, size in (batch_sizes or {}).items()}
         options, findings = self._plan_options(world_size, memory_limit_gib)
         plan = make_plan(
             shape_counts,
@@ -228,6 +265,7 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
             policy=policy,
             batch_sizes=batch_sizes,
             allow_extrapolation=allow_extrapolation,
+            samples_per_step=samples_per_step,
             **options,
         )
         return replace(plan, findings=(*findings, *plan.findings))
@@ -236,28 +274,39 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         self,
         shape_counts,
         *,
-        world_size,
-        gradient_accumulation_steps=1,
-        memory_limit_gib=None,
-        target_seconds="auto",
-        allow_extrapolation=False,
+        policies=None,
+        balances=BALANCES,
+        world_sizes,
+        accumulations=(1,),
+        samples_per_step=None,
+        **options,
     ):
         """
-        `buckets.simulate.compare` with this config's laws.
+        `buckets.simulate.compare` of plans by this config. The baseline is what trains without this package: batch
+        sizes of equal tokens, or the config's own, dealt at random.
 
-        Args: as in `plan`.
+        Args:
+            policies: None is the baseline's and "dual".
+            samples_per_step: for "dual" alone.
+            options: further arguments of `plan`.
+            the rest: as in `buckets.simulate.compare`.
 
-        Returns: list of `buckets.simulate.ComparisonRow`, the baseline first.
+        Returns: list of `buckets.simulate.ComparisonRow`.
         """
+        baseline = "fixed" if self.batch_sizes else "equal_token"
+
+        def plan(policy, **ranks):
+            held = samples_per_step if policy == "dual" else None
+            return self.plan(shape_counts, policy=policy, samples_per_step=held, **ranks, **options)
+
         return compare(
-            shape_counts,
+            plan,
             self.cost_model,
-            self.memory_model,
-            world_size=world_size,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            target_seconds=target_seconds,
-            allow_extrapolation=allow_extrapolation,
-            **self._plan_options(world_size, memory_limit_gib)[0],
+            policies=policies or (baseline, "dual"),
+            balances=balances,
+            world_sizes=world_sizes,
+            accumulations=accumulations,
+            baseline=baseline,
         )
 
     def check_environment(self, environment, model=None):
@@ -270,14 +319,8 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
 
         Returns: one sentence a difference, as list[str].
         """
-        measured, here = _flat(self.environment), _flat(environment)
-        differences = [
-            f"{key}: measured with {measured[key]}, here {here[key]}"
-            for key in sorted(measured.keys() & here.keys())
-            if key not in _MAY_DIFFER and not _same(measured[key], here[key])
-        ]
         model = plain(model or {}, "model")
-        return differences + [
+        return differences(self.environment, environment, _MAY_DIFFER) + [
             f"model {key}: measured with {self.model[key]}, here {model[key]}"
             for key in _MODEL_KEYS
             if key in model and key in self.model and model[key] != self.model[key]
@@ -285,8 +328,6 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
 
     def _plan_options(self, world_size, memory_limit_gib):
         """What this config adds to the arguments of `make_plan`, and what the user should know of it."""
-        fitted = [measurement for measurement in self.measurements if not measurement.oom]
-        tokens = [measurement.tokens for measurement in fitted]
         findings = []
         if memory_limit_gib is None and self.memory_model is not None:
             memories = (self.environment.get("gpu_memory_gib"), current_environment()["gpu_memory_gib"])
@@ -299,11 +340,16 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
                 f"Measured on {self.environment['world_size']} ranks, planned for {world_size}: a micro-batch is "
                 "assumed to take as long there as it did on the measured ranks."
             )
+        if self.cost_model.unit != "seconds":
+            findings.append("The cost was counted from the model's config: right in proportion, but no seconds.")
+        fit = [(m.batch_size, m.tokens) for m in self.measurements if not m.oom]
+        tokens = [sample_tokens for _, sample_tokens in fit]
+        fit = fit or [(size, self.geometry.tokens(shape)) for shape, size in self.batch_sizes.items()]
         options = {
             "geometry": self.geometry,
             "memory_limit_gib": memory_limit_gib,
-            "m_mem_tokens": max(measurement.batch_size * measurement.tokens for measurement in fitted),
-            "measured_tokens": (min(tokens), max(tokens)),
+            "m_mem_tokens": max((size * sample_tokens for size, sample_tokens in fit), default=None),
+            "measured_tokens": (min(tokens), max(tokens)) if tokens else None,
         }
         return options, findings
 
@@ -314,24 +360,16 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         plan = self.example_plan
         self.register_to_config(example_plan=plan and plain(plan.to_dict(), "example_plan"))
         self.save_config(folder)
-        lines = "".join(measurement.to_json() + "\n" for measurement in self.measurements)
-        (folder / MEASUREMENTS_FILE).write_text(lines, encoding="utf-8")
-        return [CONFIG_FILE, MEASUREMENTS_FILE, *write_card(self, folder, repo_id)]
+        files = [CONFIG_FILE]
+        if self.measurements:
+            lines = "".join(measurement.to_json() + "\n" for measurement in self.measurements)
+            (folder / MEASUREMENTS_FILE).write_text(lines, encoding="utf-8")
+            files.append(MEASUREMENTS_FILE)
+        return [*files, *write_card(self, folder, repo_id)]
 
     def _push(self, folder, repo_id, *, token=None, private=None, **options):
         repo_id = make_repository(repo_id, token=token, private=private)
         return upload(folder, self._write(folder, repo_id), repo_id, token=token, **options)
-
-
-def current_environment():
-    """The part of `environment` that this machine knows by itself: `gpu`, `gpu_memory_gib` and `versions`."""
-    gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
-    packages = (torch, diffusers, accelerate)
-    return {
-        "gpu": gpu and gpu.name,
-        "gpu_memory_gib": gpu and round(gpu.total_memory / 2**30, 2),
-        "versions": {"adaptiveload_hf": __version__, **{p.__name__: str(p.__version__) for p in packages}},
-    }
 
 
 def _read_plan(saved):
@@ -341,17 +379,6 @@ def _read_plan(saved):
         raise UserError(f"example_plan is no plan of this version ({error!r}). Set it to null.") from None
 
 
-def _check_tokens(measurements, geometry):
-    for measurement in measurements:
-        tokens = geometry.tokens(LatentShape.parse(measurement.shape))
-        if tokens != measurement.tokens:
-            raise UserError(
-                f"{measurement.shape} was measured with {measurement.tokens} tokens, but patch size "
-                f"{geometry.patch_size} and {geometry.text_tokens} text tokens make {tokens}. "
-                "Give the geometry of the measured model."
-            )
-
-
 def _cost_fields(candidate):
     errors = {
         "median": candidate.median_error,
@@ -359,17 +386,3 @@ def _cost_fields(candidate):
         "leave_one_out": candidate.leave_one_out_error,
     }
     return {"kind": candidate.model.kind, "parameters": candidate.model.parameters, "errors": errors}
-
-
-def _flat(environment):
-    """Nested keys as "versions.torch"."""
-    flat = {}
-    for key, value in environment.items():
-        flat.update({f"{key}.{k}": v for k, v in _flat(value).items()} if isinstance(value, dict) else {key: value})
-    return flat
-
-
-def _same(measured, here):
-    if isinstance(measured, float) and isinstance(here, int | float):
-        return abs(measured - here) <= 0.01 * abs(measured)
-    return measured == here

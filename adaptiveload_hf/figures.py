@@ -71,13 +71,14 @@ def fit_png(measurements, cost_model, power_law):
     return _png(figure)
 
 
-def load_png(schedules, shapes):
+def load_png(schedules, shapes, unit):
     """
     One lane a rank: each bar is a micro-batch, grey is waiting for the slowest rank of the micro-step.
 
     Args:
-        schedules: dict of title -> `EpochSchedule`, drawn one below the other on the same seconds axis.
+        schedules: dict of title -> `EpochSchedule`, drawn one below the other on the same axis of cost.
         shapes: `LatentShape` of each bucket number, in the schedules' order.
+        unit: of the cost model.
 
     Returns: PNG, bytes.
     """
@@ -92,7 +93,7 @@ def load_png(schedules, shapes):
     for shape, colour in zip(shapes, colours):
         axes[0].barh(0, 0, color=colour, label=str(shape))
     axes[0].barh(0, 0, color=_WAITING, label="waiting")
-    axes[-1].set_xlabel("predicted seconds since the start of the epoch")
+    axes[-1].set_xlabel(f"predicted {unit} since the start of the epoch")
     axes[-1].set_xlim(0, max(_drawn(schedule).max(axis=1).sum() for schedule in schedules.values()))
     handles, labels = _few(*axes[0].get_legend_handles_labels())
     figure.legend(handles, labels, title="shape (latent)", loc="outside lower center", ncols=8, fontsize=8)

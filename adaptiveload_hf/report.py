@@ -47,19 +47,20 @@ def write_report(output, config, index, *, world_size, gradient_accumulation_ste
     counts = shape_counts(index)
     ranks = {"world_size": world_size, "gradient_accumulation_steps": gradient_accumulation_steps}
     plan = config.plan(counts, **ranks)
-    equal_token = config.plan(counts, policy="equal_token", **ranks)
-    before = schedule_epoch(index.bucket_of_sample, equal_token, config.cost_model, balance="none", **ranks)
+    usual = config.plan(counts, policy="fixed" if config.batch_sizes else "equal_token", **ranks)
+    before = schedule_epoch(index.bucket_of_sample, usual, config.cost_model, balance="none", **ranks)
     after = schedule_epoch(index.bucket_of_sample, plan, config.cost_model, balance="auto", **ranks)
+    sizes = "batch sizes in use" if config.batch_sizes else "equal tokens in each batch"
+    schedules = {
+        f"before: {sizes}, dealt at random": before,
+        f"after: planned batch sizes, dealt by cost ({after.balance})": after,
+    }
     parts = [
         f"<p>{_sentence(config, counts, **ranks)}</p>",
-        "<h2>What a step costs</h2>"
-        + _image(
-            fit_png(config.measurements, config.cost_model, config.power_law), "measured seconds and fitted laws"
-        ),
-        "<p>Each point is one measured pair of shape and batch size B; S is the number of tokens of one sample.</p>",
-        "<h2>Batch size of each bucket</h2>" + _plan_table(plan),
+        "<h2>What a step costs</h2>" + _cost(config),
+        "<h2>Batch size of each bucket</h2>" + _plan_table(plan, config.cost_model.unit),
         "".join(f"<p>{escape(finding)}</p>" for finding in plan.findings),
-        "<h2>Load of the ranks</h2>" + _load(before, after, index.shapes),
+        "<h2>Load of the ranks</h2>" + _load(schedules, index.shapes, config.cost_model.unit),
         "<h2>Loss</h2>" + _loss(records, problems, run),
     ]
     page = (
@@ -119,14 +120,26 @@ def _unusable(line):
 
 def _sentence(config, counts, world_size, gradient_accumulation_steps):
     model, gpu = config.model.get("class", "the model"), config.environment.get("gpu") or "CPU"
+    origin = f"measured on {gpu}" if config.measurements else "counted from its config, not measured"
     return escape(
         f"{sum(counts.values())} samples in {len(counts)} shapes, planned for {world_size} ranks and "
-        f"{gradient_accumulation_steps} micro-steps in an optimizer step; {model} measured on {gpu}."
+        f"{gradient_accumulation_steps} micro-steps in an optimizer step; {model} {origin}."
     )
 
 
-def _plan_table(plan):
-    header = ("shape (latent)", "pixels", "tokens S", "samples", "batch size B", "seconds", "GiB", "bound by")
+def _cost(config):
+    if not config.measurements:
+        law = config.cost_model
+        return (
+            f"<p>B * ({law.c0:.4g} + {law.c1:.4g} S + {law.c2:.4g} S<sup>2</sup>) teraflop: {law.unit}, no time.</p>"
+        )
+    picture = fit_png(config.measurements, config.cost_model, config.power_law)
+    words = "Each point is one measured pair of shape and batch size B; S is the number of tokens of one sample."
+    return _image(picture, "measured seconds and fitted laws") + f"\n<p>{words}</p>"
+
+
+def _plan_table(plan, unit):
+    header = ("shape (latent)", "pixels", "tokens S", "samples", "batch size B", unit, "GiB", "bound by")
     rows = [
         (
             bucket.shape,
@@ -143,11 +156,7 @@ def _plan_table(plan):
     return _table(header, rows)
 
 
-def _load(before, after, shapes):
-    schedules = {
-        "before: equal tokens in each batch, dealt at random": before,
-        f"after: planned batch sizes, dealt by cost ({after.balance})": after,
-    }
+def _load(schedules, shapes, unit):
     rows, titled = [], {}
     for title, schedule in schedules.items():
         run = simulate(schedule)
@@ -157,19 +166,23 @@ def _load(before, after, shapes):
                 f"{run.epoch_seconds:.4g}",
                 f"{run.balance_efficiency:.1%}",
                 f"{run.step_cv:.3f}",
-                f"{run.samples_per_second:.4g}",
-                f"{run.tokens_per_second:,.0f}",
+                *((f"{run.samples_per_second:.4g}", f"{run.tokens_per_second:,.0f}") if unit == "seconds" else ()),
             )
         )
         efficiency = f"{run.balance_efficiency:.0%} of the ranks' time is work"
-        titled[f"{title}\nepoch {run.epoch_seconds:.4g} s, {efficiency}"] = schedule
-    header = ("schedule", "epoch seconds", "balance efficiency", "step CV", "samples/s", "tokens/s")
+        titled[f"{title}\nepoch {run.epoch_seconds:.4g} {unit}, {efficiency}"] = schedule
+    header = ("schedule", f"epoch {unit}", "balance efficiency", "step CV")
+    header += ("samples/s", "tokens/s") if unit == "seconds" else ()
     words = (
-        "Predicted by the fitted law for one epoch of the same samples. A bar is one micro-batch; grey is a rank that "
+        "Predicted for one epoch of the same samples. A bar is one micro-batch; grey is a rank that "
         "waits for the slowest one of its micro-step. A long epoch is shown by its first micro-steps, many ranks by "
         "some of them."
     )
-    return _table(header, rows) + f"<p>{words}</p>" + _image(load_png(titled, shapes), "work and waiting of each rank")
+    return (
+        _table(header, rows)
+        + f"<p>{words}</p>"
+        + _image(load_png(titled, shapes, unit), "work and waiting of each rank")
+    )
 
 
 def _loss(records, problems, run):

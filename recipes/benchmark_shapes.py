@@ -148,9 +148,10 @@ def show(args, measurements, world_size: int):
             f"{kind}: error median {errors[0]:.1%}, largest {errors[1]:.1%}, on shapes left out {errors[2]:.1%}"
             + (" (used)" if candidate.model == fit.model else "")
         )
-    ranks = {"world_size": world_size, "gradient_accumulation_steps": args.gradient_accumulation_steps}
-    for command in (cli.plan, cli.simulate):
-        command(args.output_dir, dataset=Path(args.dataset), memory_limit_gib=args.memory_limit_gib, **ranks)
+    options = {"dataset": Path(args.dataset), "memory_limit_gib": args.memory_limit_gib}
+    accumulation = args.gradient_accumulation_steps
+    cli.plan(args.output_dir, world_size=world_size, gradient_accumulation_steps=accumulation, **options)
+    cli.simulate(args.output_dir, world_size=[world_size], gradient_accumulation_steps=[accumulation], **options)
 
 
 if __name__ == "__main__":

@@ -117,6 +117,32 @@ def test_simulate_shows_the_baseline_first_and_dealing_by_cost_ahead_of_it(run):
     assert err.splitlines()[-1].startswith("next: accelerate launch recipes/train_wan.py --bucket_config config ")
 
 
+def test_simulate_crosses_policies_balances_ranks_and_accumulation(run):
+    options = ["--world-size", "2", "--gradient-accumulation-steps", "1", "--gradient-accumulation-steps", "4"]
+    options += ["--policy", "dual", "--policy", "equal_token", "--balance", "none", "--balance", "window:2"]
+    rows = json.loads(run(*SIMULATE, *options, "--json")[1])
+    crossed = {(r["world_size"], r["gradient_accumulation_steps"], r["policy"], r["balance"]) for r in rows}
+    assert len(crossed) == len(rows) == 2 * 2 * 2 * 2
+    assert crossed > {(2, 4, "dual", "window:2"), (4, 1, "equal_token", "none")}
+    for row in rows:
+        assert row["gain"] == row["gain_from_batch_sizes"] * row["gain_from_dealing"]
+    status, out, err = run(*SIMULATE, *options)
+    assert status == 0 and len(out.splitlines()) == 2 + len(rows)
+    assert out.splitlines()[0].split("  ")[0] == "policy" and "by sizes" in out and "by dealing" in out
+    assert err.splitlines()[-1].endswith("--gradient_accumulation_steps 1")
+
+
+def test_plan_and_simulate_hold_the_samples_of_a_step(run):
+    _, out, err = run(*PLAN, "--samples-per-step", "60", "--json")
+    said = " ".join(json.loads(out)["findings"])
+    assert "samples_per_step is 60." in said
+    assert err.splitlines()[-1].endswith("--samples-per-step 60")
+    rows = json.loads(run(*SIMULATE, "--samples-per-step", "60", "--json")[1])
+    held = {row["policy"]: row["samples_per_update_step"] for row in rows}
+    assert f"{held['dual']:.1f} samples on average" in said
+    assert held["dual"] != held["equal_token"]
+
+
 def test_report_prints_its_path_last(run, files):
     status, out, err = run(*REPORT)
     assert (status, out) == (0, "out/report.html\n")
@@ -148,6 +174,13 @@ def test_help_shows_an_example(run, command):
         ((*PLAN, "--memory-limit-gib", "4"), "21x60x104"),
         ((*PLAN[:-1], "512"), "512 ranks"),
         ((*PLAN, "--policy", "best"), "best"),
+        ((*SIMULATE, "--policy", "best"), "best"),
+        (
+            (*SIMULATE, "--balance", "even"),
+            "balance is none, step, window:n (such as window:8) or auto, but found 'even'",
+        ),
+        ((*PLAN, "--policy", "fixed"), "missing: ['1x60x104'"),
+        ((*PLAN, "--samples-per-step", "9", "--target-seconds", "2"), "by which policy 'dual' chooses its target"),
         (("fit", "nowhere.jsonl", "--output", "fitted"), "Expected measurements in nowhere.jsonl"),
         ((*FIT, "--patch-size", "1x1x1"), "1x60x104 was measured with 1560 tokens, but patch size"),
         ((*REPORT[:6], "config", *REPORT[7:]), "holds no metrics.jsonl"),

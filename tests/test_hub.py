@@ -30,7 +30,8 @@ def visit(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "step", ["load", "load newest", "load first", "load cached", "load private", "kept after failure"]
+    "step",
+    ["load", "load newest", "load first", "load cached", "load private", "load counted", "kept after failure"],
 )
 def test_a_pushed_config_comes_back_equal(visit, step):
     assert visit[0][step] is True
@@ -42,6 +43,10 @@ def test_a_push_uploads_the_config_its_measurements_and_its_card(visit):
     assert files["README.md"].startswith(b"---\nbase_model: Wan-AI/Wan2.1-T2V-1.3B-Diffusers\n")
     assert b'BucketConfig.from_pretrained("someone/wan")' in files["README.md"]
     assert visit[0]["push"].startswith(f"{visit[1].url}/someone/wan/commit/")
+
+
+def test_a_push_of_a_counted_config_uploads_no_measurements(visit):
+    assert visit[1].files("someone/counted").keys() == {"bucket_config.json", "README.md"}
 
 
 def test_an_equal_second_push_makes_no_commit(visit):

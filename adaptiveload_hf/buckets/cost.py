@@ -93,6 +93,7 @@ class CostModel:
     """Seconds of a micro-batch: a part that does not grow with B, and B times a part that grows with S."""
 
     kind: ClassVar[str]
+    unit: ClassVar[str] = "seconds"
 
     @property
     def parameters(self) -> dict[str, float]:
@@ -105,7 +106,7 @@ class CostModel:
 
     def seconds(self, batch_size, tokens):
         """Predicted seconds. batch_size, tokens: ints or arrays that broadcast; returns float64."""
-        raise NotImplementedError
+        return self._fixed_seconds() + np.asarray(batch_size) * self.seconds_per_sample(tokens)
 
     def largest_batch(self, tokens: int, seconds: float) -> int:
         """The largest B with seconds(B, S) <= seconds; 0 if even one sample takes longer."""
@@ -141,9 +142,6 @@ class PowerLaw(CostModel):
     def seconds_per_sample(self, tokens):
         return self.b * np.asarray(tokens, dtype=np.float64) ** self.p
 
-    def seconds(self, batch_size, tokens):
-        return self.a + np.asarray(batch_size) * self.seconds_per_sample(tokens)
-
     def _fixed_seconds(self) -> float:
         return self.a
 
@@ -161,9 +159,6 @@ class Additive(CostModel):
     def seconds_per_sample(self, tokens):
         tokens = np.asarray(tokens, dtype=np.float64)
         return self.c0 + tokens * (self.c1 + self.c2 * tokens)
-
-    def seconds(self, batch_size, tokens):
-        return self.a + np.asarray(batch_size) * self.seconds_per_sample(tokens)
 
     def _fixed_seconds(self) -> float:
         return self.a
@@ -185,7 +180,16 @@ class Roofline(CostModel):
         return np.maximum(self.floor, np.asarray(batch_size) * self.seconds_per_sample(tokens))
 
 
-_KINDS: dict[str, type[CostModel]] = {model.kind: model for model in (PowerLaw, Additive, Roofline)}
+@dataclass(frozen=True)
+class FlopCount(Additive):
+    """Additive, but counted from a model's config (buckets/flops.py) instead of fitted: right in proportion only."""
+
+    kind: ClassVar[str] = "flops"
+    unit: ClassVar[str] = "relative cost"
+
+
+_FITTED = (PowerLaw.kind, Additive.kind, Roofline.kind)
+_KINDS: dict[str, type[CostModel]] = {model.kind: model for model in (PowerLaw, Additive, Roofline, FlopCount)}
 
 
 def cost_model_from_dict(saved: dict) -> CostModel:
@@ -246,9 +250,9 @@ def fit_cost_model(measurements: Sequence[Measurement], kinds: str | Sequence[st
 
     Source: the paper fits a + b*B*S**p only; the other forms and the choice between them are ours.
     """
-    wanted = list(_KINDS) if kinds == "all" else list(kinds)
-    if not wanted or not set(wanted) <= set(_KINDS):
-        raise UserError(f"kinds must be 'all' or some of {sorted(_KINDS)}, but found {kinds!r}.")
+    wanted = list(_FITTED) if kinds == "all" else list(kinds)
+    if not wanted or not set(wanted) <= set(_FITTED):
+        raise UserError(f"kinds must be 'all' or some of {sorted(_FITTED)}, but found {kinds!r}.")
     points = _points(measurements)
     held_out = points[:, 1] if len(np.unique(points[:, 1])) > 2 else np.arange(len(points))
     candidates = {}

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
-from .cost import CostModel, MemoryModel
-from .plan import BucketPlan, make_plan
+from .cost import CostModel
+from .plan import BucketPlan
 from .schedule import EpochSchedule, schedule_epoch
-from .shapes import LatentShape
+
+BALANCES = ("none", "step", "auto")
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """Predictions for one epoch, from the schedule's own costs.
+    """Predictions for one epoch, from the schedule's own costs. Of a counted cost, seconds are its relative units.
 
     epoch_seconds: sum over micro-steps of the slowest rank; ideal_seconds: of the mean rank.
     balance_efficiency: ideal_seconds / epoch_seconds.
@@ -74,39 +76,71 @@ def shape_weights(schedule: EpochSchedule) -> np.ndarray:
 
 
 class ComparisonRow(NamedTuple):
-    """One policy under one balance mode (the mode chosen, where "auto" was asked)."""
+    """One policy under one balance mode (the mode chosen, where "auto" was asked), on W ranks with K micro-steps.
+
+    Gains are ratios of epoch times at the same W and K, and from_batch_sizes * from_dealing is the whole gain over the
+    baseline's batch sizes dealt at random:
+    from_batch_sizes: baseline dealt at random / this policy dealt at random.
+    from_dealing: this policy dealt at random / this policy dealt with `balance`.
+    """
 
     policy: str
     balance: str
+    world_size: int
+    gradient_accumulation_steps: int
     simulation: Simulation
     plan: BucketPlan
+    from_batch_sizes: float
+    from_dealing: float
+
+    @property
+    def gain(self) -> float:
+        return self.from_batch_sizes * self.from_dealing
 
 
 def compare(
-    shape_counts: Mapping[LatentShape, int],
+    plan: Callable[..., BucketPlan],
     cost: CostModel,
-    memory: MemoryModel | None = None,
     *,
-    world_size: int,
-    gradient_accumulation_steps: int = 1,
+    policies: Sequence[str] = ("equal_token", "dual"),
+    balances: Sequence[str] = BALANCES,
+    world_sizes: Sequence[int],
+    accumulations: Sequence[int] = (1,),
+    baseline: str = "equal_token",
     seed: int = 0,
-    **plan_options,
 ) -> list[ComparisonRow]:
-    """Simulates what the batch sizes bring (equal_token against dual) and what dealing brings (none, step, auto).
+    """Simulates an epoch of the same samples under every policy x balance x W x K, batch sizes and dealing apart.
 
     Args:
-        plan_options: further arguments of `make_plan`, except policy.
+        plan: (policy=, world_size=, gradient_accumulation_steps=) -> BucketPlan, such as
+            `functools.partial(make_plan, shape_counts, cost, memory, memory_limit_gib=...)`.
+        baseline: the policy that gains are measured against; it need not be among `policies`.
 
     Returns:
-        equal_token with balance none (the baseline) and auto; dual with none, step and auto.
+        The rows, W outermost, then K, policy, balance. A mode that "auto" chose and that was asked for is there once.
     """
-    shapes = sorted(shape_counts)
-    bucket_of_sample = np.repeat(np.arange(len(shapes)), [shape_counts[shape] for shape in shapes])
-    run = {"world_size": world_size, "gradient_accumulation_steps": gradient_accumulation_steps}
-    rows = []
-    for policy, modes in (("equal_token", ("none", "auto")), ("dual", ("none", "step", "auto"))):
-        plan = make_plan(shape_counts, cost, memory, policy=policy, **run, **plan_options)
-        for balance in modes:
-            schedule = schedule_epoch(bucket_of_sample, plan, cost, seed=seed, balance=balance, **run)
-            rows.append(ComparisonRow(policy, schedule.balance, simulate(schedule), plan))
-    return rows
+    rows = {}
+    for world_size, accumulation in product(world_sizes, accumulations):
+        run = {"world_size": world_size, "gradient_accumulation_steps": accumulation}
+        plans = {policy: plan(policy=policy, **run) for policy in dict.fromkeys([baseline, *policies])}
+        random = {policy: _dealt(made, cost, "none", seed, **run) for policy, made in plans.items()}
+        for policy, balance in product(policies, balances):
+            mode, found = _dealt(plans[policy], cost, balance, seed, **run) if balance != "none" else random[policy]
+            rows[world_size, accumulation, policy, mode] = ComparisonRow(
+                policy,
+                mode,
+                world_size,
+                accumulation,
+                found,
+                plans[policy],
+                random[baseline][1].epoch_seconds / random[policy][1].epoch_seconds,
+                random[policy][1].epoch_seconds / found.epoch_seconds,
+            )
+    return list(rows.values())
+
+
+def _dealt(plan: BucketPlan, cost: CostModel, balance: str, seed: int, **run) -> tuple[str, Simulation]:
+    """The mode that was used, and what it gives."""
+    buckets = np.repeat(np.arange(len(plan.buckets)), [bucket.count for bucket in plan.buckets])
+    schedule = schedule_epoch(buckets, plan, cost, seed=seed, balance=balance, **run)
+    return schedule.balance, simulate(schedule)

@@ -2,13 +2,14 @@
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaptiveload_hf.buckets.cost import Additive, MemoryModel, PowerLaw, Roofline
+from adaptiveload_hf.buckets.cost import Additive, FlopCount, MemoryModel, PowerLaw, Roofline
 from adaptiveload_hf.buckets.plan import BucketPlan, dual_constraint_batch_size, make_plan
 from adaptiveload_hf.buckets.shapes import LatentShape, TokenGeometry
 from adaptiveload_hf.errors import UserError
@@ -20,7 +21,8 @@ RUN = {"world_size": 2, "gradient_accumulation_steps": 2}
 
 
 def plan(counts=COUNTS, cost=COST, memory=MEMORY, memory_limit_gib=8.6, **options):
-    return make_plan(counts, cost, memory, memory_limit_gib=memory_limit_gib, **{**RUN, **options})
+    limit = None if memory is None else memory_limit_gib
+    return make_plan(counts, cost, memory, memory_limit_gib=limit, **{**RUN, **options})
 
 
 def sizes(made):
@@ -148,7 +150,7 @@ def test_a_compute_limit_that_changes_nothing_is_called_inert():
 
 def test_a_compute_limit_that_costs_throughput_is_called_harmful():
     made = plan(memory_limit_gib=5.3, target_seconds=0.5)
-    assert any(finding.startswith("Harmful: the compute limit of 0.5 s costs") for finding in made.findings)
+    assert any(finding.startswith("Harmful: the compute limit of 0.5 seconds costs") for finding in made.findings)
     assert not any(finding.startswith("Harmful") for finding in plan().findings)
 
 
@@ -199,6 +201,103 @@ def test_steps_that_all_take_the_floor_are_bound_by_memory_or_the_bucket_alone()
     floor = Roofline(0.4, 0.0, 0.0, 0.0)
     assert sizes(plan(cost=floor, memory=None)) == {"1x32x32": 900, "5x60x104": 60, "21x60x104": 30}
     assert sizes(plan(cost=floor))["21x60x104"] == 2
+
+
+MANY = {LatentShape(f, 60, 104): n for f, n in ((1, 4000), (5, 900), (9, 500), (21, 300))}
+
+
+def samples_per_step(made, **run):
+    from adaptiveload_hf.buckets.schedule import schedule_epoch
+    from adaptiveload_hf.buckets.simulate import simulate
+
+    index = np.repeat(np.arange(len(made.buckets)), [bucket.count for bucket in made.buckets])
+    return simulate(schedule_epoch(index, made, COST, **{**RUN, **run})).samples_per_update_step
+
+
+@pytest.mark.parametrize("wanted", [20, 40, 77, 300])
+def test_the_samples_of_an_optimizer_step_are_held_near_the_wanted_number(wanted):
+    made = plan(MANY, memory_limit_gib=60.0, samples_per_step=wanted)
+    assert samples_per_step(made) == pytest.approx(wanted, rel=0.05)
+    assert f"{samples_per_step(made):.1f} samples on average; samples_per_step is {wanted}." in " ".join(made.findings)
+    assert max(bucket.batch_size * bucket.tokens for bucket in made.buckets) <= made.m_mem_tokens
+
+
+def test_the_nearest_of_all_targets_is_taken():
+    made = plan(MANY, memory_limit_gib=60.0, samples_per_step=33)
+    off = abs(samples_per_step(made) - 33)
+    for target in np.geomspace(0.4, 20, 40).tolist():
+        assert off <= abs(samples_per_step(plan(MANY, memory_limit_gib=60.0, target_seconds=target)) - 33) + 1e-9
+
+
+@pytest.mark.parametrize(("wanted", "accumulation"), [(300, 13), (40, 3), (2, 1)])
+def test_samples_out_of_reach_are_said_with_the_accumulation_that_reaches_them(wanted, accumulation):
+    run = {"memory_limit_gib": 8.6, "samples_per_step": wanted}
+    made = plan(MANY, **run)
+    said = re.search(r"With gradient_accumulation_steps=(\d+) it would hold ([\d.]+)\.", " ".join(made.findings))
+    assert int(said[1]) == accumulation
+    reached = samples_per_step(
+        plan(MANY, **run, gradient_accumulation_steps=accumulation), gradient_accumulation_steps=accumulation
+    )
+    assert reached == pytest.approx(float(said[2]), abs=0.06)
+    assert reached == pytest.approx(wanted, rel=0.06)
+    assert abs(samples_per_step(made) - wanted) > 0.06 * wanted
+
+
+@pytest.mark.parametrize(
+    ("wanted", "accumulation", "words"),
+    [
+        (1, 1, "2.0 samples on average; samples_per_step is 1. Fewer ranks would lower it"),
+        (12, 2, "With gradient_accumulation_steps=3 it would come no nearer: 15.5."),
+        (100_000, 2, "samples_per_step is 100000. The dataset has 5700 in all."),
+    ],
+)
+def test_samples_that_no_accumulation_reaches_are_said(wanted, accumulation, words):
+    made = plan(MANY, samples_per_step=wanted, gradient_accumulation_steps=accumulation)
+    assert words in " ".join(made.findings)
+
+
+def test_the_price_of_holding_the_samples_is_said():
+    made = plan(MANY, memory_limit_gib=60.0, samples_per_step=6)
+    assert any(f.startswith("Harmful") and "That is the price of samples_per_step" in f for f in made.findings)
+
+
+def test_given_batch_sizes_count_towards_the_samples_of_a_step():
+    made = plan(MANY, memory_limit_gib=60.0, samples_per_step=40, batch_sizes={"1x60x104": 10})
+    assert sizes(made)["1x60x104"] == 10
+    assert samples_per_step(made) == pytest.approx(40, rel=0.05)
+
+
+@pytest.mark.parametrize("options", [{"policy": "equal_token"}, {"target_seconds": 2.0}, {"samples_per_step": 0}])
+def test_samples_per_step_beside_what_it_cannot_steer_is_refused(options):
+    with pytest.raises(UserError, match="samples_per_step is a number above 0 by which policy 'dual' chooses"):
+        plan(**{"samples_per_step": 20, **options})
+
+
+def test_a_memory_limit_without_measured_memory_is_refused():
+    with pytest.raises(UserError, match="memory_limit_gib = 40 says nothing without measured memory"):
+        make_plan(COUNTS, COST, memory_limit_gib=40, **RUN)
+
+
+def test_a_cost_without_seconds_takes_no_seconds_and_says_its_unit():
+    counted = FlopCount(0.0, 0.0, 1e-3, 1e-8)
+    with pytest.raises(UserError, match="target_seconds is 2, but this cost was counted, not measured"):
+        plan(cost=counted, target_seconds=2.0)
+    made = plan(MANY, cost=counted, memory_limit_gib=60.0, samples_per_step=5)
+    assert "relative cost" in " ".join(made.findings) and "seconds costs" not in " ".join(made.findings)
+
+
+def test_a_sample_longer_than_what_is_known_to_fit_is_said():
+    made = plan(memory=None, m_mem_tokens=20_000)
+    assert made.batch_size_of("21x60x104") == 1
+    assert made.findings[0].startswith(
+        "Memory was not measured: known to fit are 20000 tokens, and these may not: 21x"
+    )
+
+
+def test_the_automatic_target_counts_given_batch_sizes():
+    made = plan(MANY, memory_limit_gib=60.0, batch_sizes={"21x60x104": 3})
+    assert sizes(made)["21x60x104"] == 3
+    assert not any(finding.startswith("Harmful") for finding in made.findings)
 
 
 def test_a_plan_survives_json_and_answers_by_shape():

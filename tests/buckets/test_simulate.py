@@ -1,10 +1,14 @@
 """Predicted times add up, and the comparison separates batch sizes from dealing."""
 
+from functools import partial
+from itertools import product
+
 import numpy as np
 import pytest
 from support.bucketed import COST, SHAPES, fixed_plan, mixed_index, real
 
 from adaptiveload_hf.buckets.cost import MemoryModel, PowerLaw
+from adaptiveload_hf.buckets.plan import make_plan
 from adaptiveload_hf.buckets.schedule import schedule_epoch
 from adaptiveload_hf.buckets.simulate import compare, shape_weights, simulate
 
@@ -94,16 +98,49 @@ def test_padding_weighs_nothing():
         np.testing.assert_allclose(shape_weights(dealt), [0.3, 0, 0.7])
 
 
-def test_the_comparison_shows_batch_sizes_and_dealing_apart():
-    counts = dict(zip(SHAPES, (4000, 900, 300, 200, 100, 60)))
-    rows = compare(
-        counts, COST, MemoryModel(0.0, 1e-3), memory_limit_gib=0.7, world_size=4, gradient_accumulation_steps=4
-    )
-    assert [row.policy for row in rows] == ["equal_token"] * 2 + ["dual"] * 3
-    assert [rows[i].balance for i in (0, 2, 3)] == ["none", "none", "step"]
-    assert rows[1].balance not in ("none", "auto") and rows[4].balance not in ("none", "auto")
-    token, dealt_token, dual, step, auto = (row.simulation for row in rows)
-    assert dealt_token.epoch_seconds < token.epoch_seconds
-    assert auto.epoch_seconds <= step.epoch_seconds < dual.epoch_seconds < token.epoch_seconds
+COMPARED = dict(zip(SHAPES, (4000, 900, 300, 200, 100, 60)))
+
+
+@pytest.fixture(scope="module")
+def rows():
+    plan = partial(make_plan, COMPARED, COST, MemoryModel(0.0, 1e-3), memory_limit_gib=0.7)
+    return compare(plan, COST, balances=("none", "step", "window:8"), world_sizes=(4, 8), accumulations=(1, 4))
+
+
+def test_every_policy_is_compared_with_every_balance_on_every_number_of_ranks_and_micro_steps(rows):
+    found = [(row.world_size, row.gradient_accumulation_steps, row.policy, row.balance) for row in rows]
+    assert found == list(product((4, 8), (1, 4), ("equal_token", "dual"), ("none", "step", "window:8")))
     for row in rows:
-        assert row.simulation.samples_per_second * row.simulation.epoch_seconds == pytest.approx(sum(counts.values()))
+        assert row.simulation.samples_per_second * row.simulation.epoch_seconds == pytest.approx(
+            sum(COMPARED.values())
+        )
+
+
+def test_what_batch_sizes_bring_and_what_dealing_brings_multiply_to_the_gain(rows):
+    seconds = {row[:4]: row.simulation.epoch_seconds for row in rows}
+    for row in rows:
+        token, random = (seconds[(policy, "none", *row[2:4])] for policy in ("equal_token", row.policy))
+        assert row.from_batch_sizes == pytest.approx(token / random)
+        assert row.from_dealing == pytest.approx(random / row.simulation.epoch_seconds)
+        assert row.gain == pytest.approx(token / row.simulation.epoch_seconds)
+        # Inside one micro-step there is nothing to deal.
+        dealt = row.balance == "window:8" or (row.balance == "step" and row.gradient_accumulation_steps > 1)
+        assert (row.from_dealing > 1) == dealt
+        assert row.from_batch_sizes == 1 or row.policy == "dual"
+    assert min(row.from_dealing for row in rows if row.balance == "window:8") > 1.03
+    assert max(row.gain for row in rows) == max(row.gain for row in rows if row.policy == "dual")
+
+
+def test_a_baseline_that_is_not_shown_still_measures_the_gain():
+    plan = partial(make_plan, COMPARED, COST, MemoryModel(0.0, 1e-3), memory_limit_gib=0.7)
+    (row,) = compare(plan, COST, policies=["dual"], balances=["step"], world_sizes=[4])
+    assert row.from_batch_sizes != 1
+    (own,) = compare(plan, COST, policies=["dual"], balances=["step"], world_sizes=[4], baseline="dual")
+    assert own.from_batch_sizes == 1 and own.from_dealing == row.from_dealing
+
+
+def test_a_mode_that_auto_chose_too_is_shown_once():
+    plan = partial(make_plan, COMPARED, COST)
+    (row,) = compare(plan, COST, policies=["dual"], balances=["none", "auto"], world_sizes=[1])[1:]
+    assert row.balance == "step"
+    assert len(compare(plan, COST, policies=["dual"], balances=["step", "auto"], world_sizes=[1])) == 1

@@ -54,6 +54,12 @@ attempt("load private without token", lambda: load("someone/secret", cache="empt
 attempt("load private", lambda: same(load("someone/secret", token=READ_TOKEN), config))
 attempt("push private to public", lambda: config.push_to_hub("someone/wan", token=WRITE_TOKEN, private=True))
 
+wan = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 16, "ffn_dim": 32}
+wan |= {"text_dim": 4096, "freq_dim": 256, "patch_size": [1, 2, 2], "_class_name": "WanTransformer3DModel"}
+counted = BucketConfig.from_flops(wan, batch_sizes={"1x60x104": 8})
+attempt("push counted", lambda: counted.push_to_hub("someone/counted", token=WRITE_TOKEN))
+attempt("load counted", lambda: same(load("someone/counted"), counted))
+
 folder = work / "saved"
 folder.mkdir()
 (folder / "checkpoint.safetensors").write_bytes(b"weights")

@@ -1,0 +1,92 @@
+"""What do memory and compute limits allow for these samples on these ranks, and how long would an epoch take?"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from .cost import CostModel
+from .deal import best_balance, cut_evenly
+from .shapes import LatentShape
+
+# Micro-batches; shorter epochs are judged by the mean over several orders.
+_SHORT_EPOCH = 1 << 11
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The data and the run that a plan is for, as arrays over the buckets. given: 0 where the policy chooses B."""
+
+    shapes: tuple[LatentShape, ...]
+    counts: np.ndarray
+    tokens: np.ndarray
+    given: np.ndarray
+    cost: CostModel
+    world_size: int
+    gradient_accumulation_steps: int
+    m_mem_tokens: int | None
+
+    @property
+    def one_seconds(self) -> float:
+        """Seconds of the most expensive single sample: no micro-step with it can be shorter."""
+        return float(np.max(self.cost.seconds(1, self.tokens)))
+
+    def memory_batches(self) -> np.ndarray:
+        """B of each bucket under the memory limit alone; all of its samples where there is none."""
+        return np.maximum(1, self.counts if self.m_mem_tokens is None else self.m_mem_tokens // self.tokens)
+
+    def batches_within(self, seconds: float) -> np.ndarray:
+        """Largest B of each bucket under the compute limit alone; 0 where one sample is over it."""
+        growing = self.cost.seconds_per_sample(self.tokens) > 0
+        # Where steps all take the floor, as those of tiny models, the limit allows the whole bucket.
+        return np.array(
+            [
+                self.cost.largest_batch(int(tokens), seconds) if grows else int(count)
+                for tokens, grows, count in zip(self.tokens, growing, self.counts)
+            ]
+        )
+
+    def batches(self, seconds: float) -> np.ndarray:
+        """B of each bucket under both limits, or as given."""
+        chosen = np.maximum(1, self.batches_within(seconds))
+        if self.m_mem_tokens is not None:
+            chosen = np.minimum(chosen, self.memory_batches())
+        return np.where(self.given > 0, self.given, chosen)
+
+    def samples_per_step(self, batch_sizes: np.ndarray) -> float:
+        """Mean samples of an optimizer step over an epoch."""
+        group = self.world_size * self.gradient_accumulation_steps
+        return float(self.counts.sum()) / -(-int((-(-self.counts // batch_sizes)).sum()) // group)
+
+    def target_for_samples(self, wanted: float) -> float:
+        """The compute limit whose mean samples per optimizer step are nearest to wanted."""
+
+        def missed(seconds: float) -> float:
+            return self.samples_per_step(self.batches(seconds)) - wanted
+
+        below = 0.5 * float(np.min(self.cost.seconds(1, self.tokens)))  # under it every B is 1
+        above = max(below, float(np.max(self.cost.seconds(self.memory_batches(), self.tokens))))
+        # The samples only rise with the limit; between two limits this close, batch sizes differ by rounding alone.
+        while above > below * (1 + 1e-9):
+            middle = math.sqrt(below * above)
+            below, above = (middle, above) if missed(middle) < 0 else (below, middle)
+        return min((above, below), key=lambda seconds: abs(missed(seconds)))
+
+    def epoch_seconds(self, batch_sizes: np.ndarray) -> float:
+        """Predicted seconds of an epoch dealt with balance="auto"."""
+        group = self.world_size * self.gradient_accumulation_steps
+        numbers, _ = cut_evenly(self.counts, batch_sizes, self.tokens, self.cost, group)
+        small, larger = np.divmod(self.counts, np.maximum(numbers, 1))
+        seconds = self.cost.seconds(np.append(small + 1, small), np.append(self.tokens, self.tokens))
+        numbers = np.append(larger, numbers - larger)
+        # Each kind of micro-batch in its proportion: large epochs need not be laid out to be judged.
+        total = int(numbers.sum())
+        length = min(total, max(1 << 15, 32 * group)) // group * group
+        picked = np.diff(np.cumsum(numbers) * length // total, prepend=0)
+        excerpt, random = np.repeat(seconds, picked), np.random.default_rng(0)
+        # Of a short epoch one order says little: targets would be told apart by luck.
+        orders = [random.permutation(excerpt) for _ in range(max(1, _SHORT_EPOCH // length))]
+        found = [best_balance(order, self.world_size, self.gradient_accumulation_steps)[1] for order in orders]
+        return float((seconds * numbers).sum() / self.world_size / np.mean(found))
