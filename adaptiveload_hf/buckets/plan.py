@@ -315,7 +315,8 @@ def _memory_finding(work: Workload, sizes: np.ndarray, limited: bool) -> str | N
 def _compute_finding(work: Workload, target: float, samples_per_step: float | None, sizes: np.ndarray) -> list[str]:
     memory_only = np.where(work.given > 0, work.given, work.memory_batches())
     if (memory_only == sizes).all():
-        return ["Inert: the compute limit changes no batch size, memory alone sets them all."]
+        words = "Inert: the compute limit changes no batch size, memory alone sets them all."
+        return [f"{words} Only dealing evens the load of the ranks."]
     lost = 1 - work.epoch_seconds(memory_only) / work.epoch_seconds(sizes)
     if lost <= _HARM:
         return []
