@@ -136,6 +136,19 @@ def test_a_loader_deals_by_it(config):
     assert seen == expected.sample_order.tolist()
 
 
+def test_a_loader_passes_on_what_the_plan_takes(config):
+    from accelerate import Accelerator
+
+    options = {"policy": "dual", "samples_per_step": 20, "batch_sizes": {"1x60x104": 10}}
+    with fresh_accelerate():
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        loader = BucketDataLoader(
+            NumberedRows(sum(COUNTS.values())), config, accelerator=accelerator, shapes=index(), **options
+        )
+    assert loader.plan == config.plan(COUNTS, world_size=1, gradient_accumulation_steps=2, **options)
+    assert loader.plan.batch_size_of("1x60x104") == 10
+
+
 @pytest.mark.parametrize("command", ["plan", "simulate"])
 def test_no_command_calls_it_seconds(command, saved, tmp_path, monkeypatch, capsys):
     (tmp_path / "shapes.json").write_text(json.dumps({str(shape): count for shape, count in COUNTS.items()}))

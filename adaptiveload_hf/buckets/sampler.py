@@ -147,7 +147,7 @@ class BucketDataLoader(DataLoaderStateMixin):
         on_dataset_change: "error", or "new_epoch": a checkpoint of another dataset goes on with a new epoch of this.
         balance, loss_normalization: see `schedule_epoch`. num_workers, persistent_workers, prefetch_factor: torch's.
         plan_options: further arguments of `config.plan`: memory_limit_gib, target_seconds, policy,
-            allow_extrapolation, batch_sizes ({shape: B}, such as a smaller one after running out of memory).
+            samples_per_step, allow_extrapolation, batch_sizes ({shape: B}, as after running out of memory).
 
     Raises:
         UserError: what the plan and the schedule refuse, ranks that disagree, or a wrong option.
