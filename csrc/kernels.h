@@ -62,13 +62,34 @@ struct GateBackward {
   float* partials;      // gate_backward_partials(...) floats
 };
 
+struct GatedNormForward {
+  Shape shape;
+  float eps;
+  Array x, y, gate, gate_table, scale, shift, weight, bias, scale_table, shift_table;
+  Array residual, normed;
+  float2* stats;  // of the rounded residual, as above
+};
+
+struct GatedNormBackward {
+  Shape shape;
+  Array grad_residual, grad, residual, y, gate, gate_table, scale, weight, bias, scale_table;
+  const float2* stats;
+  Array dx, dy, dgate, dscale, dshift;  // without data: not wanted, as above
+  float *dgate_table, *dweight, *dbias, *dscale_table, *dshift_table;
+  float* partials;  // gated_norm_backward_partials(...) floats
+};
+
 cudaError_t layer_norm_modulate_forward(const LayerNormForward& p, cudaStream_t stream);
 cudaError_t layer_norm_modulate_backward(const LayerNormBackward& p, cudaStream_t stream);
 cudaError_t gate_residual_forward(const GateForward& p, cudaStream_t stream);
 cudaError_t gate_residual_backward(const GateBackward& p, cudaStream_t stream);
 
+cudaError_t gate_residual_layer_norm_modulate_forward(const GatedNormForward& p, cudaStream_t stream);
+cudaError_t gate_residual_layer_norm_modulate_backward(const GatedNormBackward& p, cudaStream_t stream);
+
 int64_t layer_norm_backward_partials(const Shape& shape);
 int64_t gate_backward_partials(const Shape& shape);
+int64_t gated_norm_backward_partials(const Shape& shape);
 
 // cudaSuccess if the current GPU can run this build's kernels.
 cudaError_t check_device();

@@ -111,11 +111,15 @@ __device__ __forceinline__ Pack<T> load_pack_once(const T* address) {
   return pack;
 }
 template <typename T>
+__device__ __forceinline__ void store_pack_once(T* address, const Pack<T>& pack) {
+#pragma unroll
+  for (int i = 0; i < Pack<T>::kPieces; ++i) __stcs(reinterpret_cast<uint4*>(address) + i, pack.piece[i]);
+}
+template <typename T>
 __device__ __forceinline__ void store_pack_once(T* address, const float (&values)[kPack]) {
   Pack<T> pack;
   pack.write(values);
-#pragma unroll
-  for (int i = 0; i < Pack<T>::kPieces; ++i) __stcs(reinterpret_cast<uint4*>(address) + i, pack.piece[i]);
+  store_pack_once(address, pack);
 }
 
 template <typename T>

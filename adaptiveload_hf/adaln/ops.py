@@ -159,7 +159,7 @@ def gate_residual(
     if x.dtype == torch.float64 and x.is_cuda:
         return reference.gate_residual(x, y, gate, gate_table=gate_table, out_dtype=out_dtype)
     x, y = _with_contiguous_columns(x), _with_contiguous_columns(y)
-    gate, _ = _with_equal_rows(x, gate, None)
+    (gate,) = _with_equal_rows(x, gate)
     return _NAMESPACE.gate_residual.default(x, y, gate, gate_table, out_dtype)
 
 
@@ -198,9 +198,14 @@ def gate_residual_layer_norm_modulate(
         residual_dtype = promoted_dtype(x, y, gate, gate_table)
     if out_dtype is None:
         out_dtype = promoted_dtype(residual_dtype, scale, shift, weight, bias, scale_table, shift_table)
+    if x.dtype == torch.float64 and x.is_cuda:
+        options = {"eps": eps, "weight": weight, "bias": bias, "gate_table": gate_table, "scale_table": scale_table}
+        dtypes = {"residual_dtype": residual_dtype, "out_dtype": out_dtype}
+        return reference.gate_residual_layer_norm_modulate(
+            x, y, gate, scale, shift, shift_table=shift_table, **options, **dtypes
+        )
     x, y = _with_contiguous_columns(x), _with_contiguous_columns(y)
-    gate, _ = _with_equal_rows(x, gate, None)
-    scale, shift = _with_equal_rows(x, scale, shift)
+    gate, scale, shift = _with_equal_rows(x, gate, scale, shift)
     op = _NAMESPACE.gate_residual_layer_norm_modulate.default
     tensors = (x, y, gate, gate_table, scale, shift, weight, bias, scale_table, shift_table)
     residual, normed, _ = op(*tensors, eps, residual_dtype, out_dtype)
@@ -234,13 +239,13 @@ def _with_contiguous_columns(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _with_equal_rows(x: Tensor, scale: Tensor | None, shift: Tensor | None) -> list[Tensor | None]:
-    """Both as [B, T, D] with one T: views, but for the unheard-of case of two numbers of frames."""
+def _with_equal_rows(x: Tensor, *modulations: Tensor | None) -> list[Tensor | None]:
+    """All as [B, T, D] with one T: views, but for the unheard-of case of two numbers of frames."""
     batch, tokens, width = x.shape
-    counts = {m.shape[1] for m in (scale, shift) if m is not None} - {1}
+    counts = {m.shape[1] for m in modulations if m is not None} - {1}
     rows = 1 if not counts else counts.pop() if len(counts) == 1 else tokens
     result = []
-    for m in (scale, shift):
+    for m in modulations:
         if m is not None and m.shape != (batch, rows, width):
             m = m if m.shape[1] in (1, rows) else m.repeat_interleave(rows // m.shape[1], dim=1)
             m = m.expand(batch, rows, width)

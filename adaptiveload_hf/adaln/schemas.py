@@ -15,7 +15,7 @@ from .reference import (
 )
 from .registry import bits_of, define, define_autograd, define_backward, empty_gradients, gradients_of, kind_of
 
-# In every schema the tensor arguments come first and modulations are [B, T, D], scale and shift with one T; the
+# In every schema the tensor arguments come first and modulations are [B, T, D] with one T; the
 # functions in `ops` see to that. A backward op returns only the gradients that the bits of `needs` ask for, bit i
 # standing for argument i of the forward op. Its double backward is the differentiable formula in `gradients`.
 
@@ -137,10 +137,8 @@ def _save_gate_residual(ctx, inputs, output):
     ctx.y_dtype = y.dtype
 
 
-def _differentiate_gate_residual(ctx, grad):
-    if grad is None:
-        return (None,) * 5
-    y, gate, gate_table = ctx.saved_tensors
+def _differentiate_gate(ctx, grad, y, gate, gate_table):
+    """Gradients for (x, y, gate, gate_table)."""
     needs = bits_of(ctx.needs_input_grad[:4]) & ~1
     placed = [None] * 4
     if gate is None and gate_table is None:
@@ -148,7 +146,13 @@ def _differentiate_gate_residual(ctx, grad):
     elif needs:
         placed = gradients_of("gate_residual", 4, needs, grad, y, gate, gate_table, ctx.y_dtype)
     placed[0] = grad
-    return (*placed, None)
+    return placed
+
+
+def _differentiate_gate_residual(ctx, grad):
+    if grad is None:
+        return (None,) * 5
+    return (*_differentiate_gate(ctx, grad, *ctx.saved_tensors), None)
 
 
 def _gate_residual_layer_norm_modulate(
@@ -188,7 +192,7 @@ def _save_gate_residual_layer_norm_modulate(ctx, inputs, output):
     ctx.set_materialize_grads(False)
     y_kept = y if any(ctx.needs_input_grad[2:4]) else None
     ctx.save_for_backward(residual, stats, y_kept, gate, gate_table, scale, weight, bias, scale_table)
-    ctx.eps, ctx.dtypes = eps, (x.dtype, y.dtype)
+    ctx.eps, ctx.x_dtype, ctx.y_dtype = eps, x.dtype, y.dtype
     _save_shift(ctx, x, shift)
 
 
@@ -197,13 +201,18 @@ def _differentiate_gate_residual_layer_norm_modulate(ctx, grad_residual, grad, _
     if grad is None and grad_residual is None:
         return (None,) * 13
     if grad is None:
-        grad = torch.zeros_like(residual)
+        return (*_differentiate_gate(ctx, grad_residual, y, gate, gate_table), *(None,) * 9)
     needs, rows, direct = _split_shift(ctx, bits_of(ctx.needs_input_grad[:10]), 5, residual.shape[1])
+    shared = gate is None and gate_table is None and ctx.x_dtype == ctx.y_dtype and needs & 3 == 3
+    if shared:
+        needs &= ~2
     if torch.is_grad_enabled():
         stats = row_statistics(residual, ctx.eps, stats.dtype)
     kept = (residual, stats, y, gate, gate_table, scale, weight, bias, scale_table)
-    args = (grad_residual, grad, *kept, *ctx.dtypes, rows, ctx.shift_dtype)
+    args = (grad_residual, grad, *kept, ctx.x_dtype, ctx.y_dtype, rows, ctx.shift_dtype)
     placed = gradients_of("gate_residual_layer_norm_modulate", 10, needs, *args)
+    if shared:
+        placed[1] = placed[0]
     if direct:
         placed[5] = grad
     return (*placed, None, None, None)

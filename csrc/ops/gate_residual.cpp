@@ -26,35 +26,25 @@ std::vector<Tensor> gate_residual_backward(const Tensor& grad, const Optional& y
                                            const Optional& gate_table, ScalarType y_dtype, int64_t needs) {
   const Shape shape = shape_of(grad, rows_of(gate, std::nullopt, 1));
   const torch::stable::accelerator::DeviceGuard guard(grad.get_device_index());
-  std::vector<Tensor> copies, found;
-  found.reserve(3);
+  std::vector<Tensor> copies;
   GateBackward p = {};
   p.shape = shape;
   p.grad = array_of(grad, shape, shape.tokens, "grad", grad, copies);
   p.y = array_of(y, shape, shape.tokens, "y", grad, copies);
   p.gate = array_of(gate, shape, shape.rows, "gate", grad, copies);
   p.gate_table = array_of(gate_table, shape, kColumns, "gate_table", grad, copies);
-  if ((needs & 2) != 0) {
-    found.push_back(empty(grad, {shape.batch, shape.tokens, shape.width}, y_dtype));
-    p.dy = array_of(found.back(), shape, shape.tokens);
-  }
+  Gradients gradients(grad, shape, needs);
+  p.dy = gradients.rows(1, shape.tokens, y_dtype);
+  p.dgate = gradients.rows(2, gate);
+  p.dgate_table = gradients.columns(3);
   Tensor partials;
-  if ((needs & 12) != 0) {
+  if (gradients.wants(2) || gradients.wants(3)) {
     if (!y.has_value()) refuse("the gate's gradient needs y");
     partials = empty(grad, {adaptiveload::gate_backward_partials(shape)}, ScalarType::Float);
     p.partials = static_cast<float*>(partials.data_ptr());
   }
-  if ((needs & 4) != 0) {
-    if (!gate.has_value()) refuse("there is no gate to have a gradient");
-    found.push_back(empty(grad, {shape.batch, shape.rows, shape.width}, gate->scalar_type()));
-    p.dgate = array_of(found.back(), shape, shape.rows);
-  }
-  if ((needs & 8) != 0) {
-    found.push_back(empty(grad, {shape.width}, ScalarType::Float));
-    p.dgate_table = static_cast<float*>(found.back().data_ptr());
-  }
   check(adaptiveload::gate_residual_backward(p, current_stream(grad)), "gate_residual_backward");
-  return found;
+  return gradients.found;
 }
 
 }  // namespace

@@ -36,21 +36,8 @@ std::vector<Tensor> layer_norm_modulate_backward(const Tensor& grad, const Tenso
                                                  int64_t needs) {
   const Shape shape = shape_of(x, rows_of(scale, std::nullopt, rows));
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  if (stats.scalar_type() != ScalarType::Float || !stats.is_contiguous() ||
-      stats.numel() != shape.batch * shape.tokens * 2) {
-    refuse("stats must be what the forward op returned");
-  }
-  std::vector<Tensor> copies, found;
-  const auto wants = [&](int bit) { return (needs >> bit & 1) != 0; };
-  const auto rows_gradient = [&](int64_t of_rows, ScalarType type) {
-    found.push_back(empty(x, {shape.batch, of_rows, shape.width}, type));
-    return array_of(found.back(), shape, of_rows);
-  };
-  const auto column_gradient = [&](int bit) -> float* {
-    if (!wants(bit)) return nullptr;
-    found.push_back(empty(x, {shape.width}, ScalarType::Float));
-    return static_cast<float*>(found.back().data_ptr());
-  };
+  check_stats(stats, shape, 2);
+  std::vector<Tensor> copies;
   LayerNormBackward p = {};
   p.shape = shape;
   p.grad = array_of(grad, shape, shape.tokens, "grad", x, copies);
@@ -60,27 +47,21 @@ std::vector<Tensor> layer_norm_modulate_backward(const Tensor& grad, const Tenso
   p.weight = array_of(weight, shape, kColumns, "weight", x, copies);
   p.bias = array_of(bias, shape, kColumns, "bias", x, copies);
   p.scale_table = array_of(scale_table, shape, kColumns, "scale_table", x, copies);
-  found.reserve(7);
-  if (wants(0)) p.dx = rows_gradient(shape.tokens, x.scalar_type());
-  if (wants(1)) {
-    if (!scale.has_value()) refuse("there is no scale to have a gradient");
-    p.dscale = rows_gradient(shape.rows, scale->scalar_type());
-  }
-  if (wants(2)) {
-    if (rows != shape.rows || (rows > 1 && rows == shape.tokens)) refuse("a shift per token has grad as its gradient");
-    p.dshift = rows_gradient(rows, shift_dtype);
-  }
-  p.dweight = column_gradient(3);
-  p.dbias = column_gradient(4);
-  p.dscale_table = column_gradient(5);
-  p.dshift_table = column_gradient(6);
+  Gradients gradients(x, shape, needs);
+  p.dx = gradients.rows(0, shape.tokens, x.scalar_type());
+  p.dscale = gradients.rows(1, scale);
+  p.dshift = gradients.shift(2, rows, shift_dtype);
+  p.dweight = gradients.columns(3);
+  p.dbias = gradients.columns(4);
+  p.dscale_table = gradients.columns(5);
+  p.dshift_table = gradients.columns(6);
   Tensor partials;
   if (needs >> 1 != 0) {
     partials = empty(x, {adaptiveload::layer_norm_backward_partials(shape)}, ScalarType::Float);
     p.partials = static_cast<float*>(partials.data_ptr());
   }
   check(adaptiveload::layer_norm_modulate_backward(p, current_stream(x)), "layer_norm_modulate_backward");
-  return found;
+  return gradients.found;
 }
 
 }  // namespace

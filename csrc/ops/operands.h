@@ -104,4 +104,58 @@ inline void check(cudaError_t error, const char* op) {
   if (error != cudaSuccess) refuse(std::string(op) + ": " + cudaGetErrorString(error));
 }
 
+inline void check_stats(const Tensor& stats, const Shape& shape, int64_t of_row) {
+  if (stats.scalar_type() != ScalarType::Float || !stats.is_contiguous() ||
+      stats.numel() != shape.batch * shape.tokens * of_row) {
+    refuse("the statistics must be what the forward op returned");
+  }
+}
+
+namespace {  // Tensor is a hidden symbol, and so must be what holds one
+
+// The results of a backward op: bit i of `needs` asks for the gradient of argument i of the forward op. The functions
+// are called in the order of the arguments, and give the kernels no data where nothing is wanted.
+class Gradients {
+ public:
+  std::vector<Tensor> found;
+
+  Gradients(const Tensor& like, const Shape& shape, int64_t needs) : like_(like), shape_(shape), needs_(needs) {
+    found.reserve(10);
+  }
+
+  bool wants(int bit) const { return (needs_ >> bit & 1) != 0; }
+
+  // [B, rows, D]
+  Array rows(int bit, int64_t rows, ScalarType type) {
+    if (!wants(bit)) return {};
+    found.push_back(empty(like_, {shape_.batch, rows, shape_.width}, type));
+    return array_of(found.back(), shape_, rows);
+  }
+  // Like a modulation.
+  Array rows(int bit, const Optional& modulation) {
+    if (!wants(bit)) return {};
+    if (!modulation.has_value()) refuse("an absent modulation has no gradient");
+    return rows(bit, shape_.rows, modulation->scalar_type());
+  }
+  Array shift(int bit, int64_t rows_of_shift, ScalarType type) {
+    if (wants(bit) && (rows_of_shift != shape_.rows || (shape_.rows > 1 && shape_.rows == shape_.tokens))) {
+      refuse("a shift per token has grad as its gradient");
+    }
+    return rows(bit, rows_of_shift, type);
+  }
+  // [D]
+  float* columns(int bit) {
+    if (!wants(bit)) return nullptr;
+    found.push_back(empty(like_, {shape_.width}, ScalarType::Float));
+    return static_cast<float*>(found.back().data_ptr());
+  }
+
+ private:
+  const Tensor& like_;
+  const Shape& shape_;
+  const int64_t needs_;
+};
+
+}  // namespace
+
 }  // namespace adaptiveload::ops

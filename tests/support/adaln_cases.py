@@ -44,6 +44,12 @@ def eager_gate_residual(x, y, gate=None, *, gate_table=None, out_dtype=None):
     return out.to(out_dtype or out.dtype)
 
 
+def eager_gate_residual_layer_norm_modulate(x, y, gate=None, scale=None, shift=None, *, gate_table=None,
+                                            residual_dtype=None, **norm):  # fmt: skip
+    residual = eager_gate_residual(x, y, gate, gate_table=gate_table, out_dtype=residual_dtype)
+    return residual, eager_layer_norm_modulate(residual, scale, shift, **norm)
+
+
 def _sum(m, table, tokens):
     if m is None:
         return table

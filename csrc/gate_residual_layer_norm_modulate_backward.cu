@@ -1,0 +1,233 @@
+// Gradients of h = x + y * factor and normed = LN(h)[* weight + bias] * m + shift; see the forward. With d = d_residual:
+//   total = d + rstd * (g - mean(g) - xh * mean(g * xh)),  xh = (h - mean) * rstd,  g = grad * m * weight,
+//   dx = total, dy = total * factor,
+// and over the rows of a segment P = sum grad * xh, Q = sum grad, G = sum total * y, from which column_sums.cu makes all
+// others.
+//
+// backward_rows (in the .cuh) is the fast kernel; backward_any takes one row at a time, any dtypes and alignment, and a
+// modulation row per token.
+#include "column_sums.cuh"
+#include "gate_residual_layer_norm_modulate_backward.cuh"
+
+namespace adaptiveload {
+namespace {
+
+constexpr int kTurnRows = 1;        // rows of a turn
+constexpr int kPacks = 2;           // packs of a thread in a row
+constexpr int kMostThreads = 384;   // of a block: rows of up to 384 * 2 * 8 = 6144 columns
+constexpr int kBusyThreads = 384;   // of a multiprocessor
+constexpr int kStages = 6;          // turns under way
+
+// modulated: P and Q are those of grad * m (for weight and bias where every token has its own m), and nothing else.
+// P, Q and G lie in shared memory, so that the width is not bounded by registers.
+template <Access A>
+__global__ void __launch_bounds__(kMostAnyThreads)
+    backward_any(const GatedNormBackward p, const Segments segments, const Partials partials, const bool per_token,
+                 const bool norm_sums, const bool gate_sum, const bool modulated) {
+  extern __shared__ float sums[];  // P, Q, G, each [width]
+  __shared__ float buffer[2][2 * kMostAnyThreads / 32];
+  const int width = static_cast<int>(p.shape.width), step = kPack * blockDim.x;
+  const Place at(segments, blockIdx.x, per_token ? 1 : p.shape.rows);
+  for (int c = threadIdx.x; c < 3 * width; c += blockDim.x) sums[c] = 0.f;
+  __syncthreads();
+
+  int parity = 0;
+  for (int row = at.chunk; row < segments.tokens; row += segments.chunks, parity ^= 1) {
+    const int64_t token = at.first + row, modulation_row = token * p.shape.rows / p.shape.tokens;
+    const float2 stats = p.stats[at.batch * p.shape.tokens + token];
+    float xh[kPack], g[kPack], term[kPack], means[2] = {};
+    const auto load_normed = [&](int first) {
+      load_columns<A>(xh, p.residual, at.batch, token, first, width, stats.x);
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) xh[i] = (xh[i] - stats.x) * stats.y;
+      load_columns<A>(g, p.grad, at.batch, token, first, width, 0.f);
+    };
+    for (int first = 0; first < width; first += step) {
+      load_normed(first);
+      load_gain<A>(p, at.batch, modulation_row, first, !modulated, term);
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) {
+        const int column = column_of<A>(first, i);
+        const float summed = modulated ? g[i] * term[i] : g[i];
+        if (column < width) {
+          sums[column] += summed * xh[i];
+          sums[width + column] += summed;
+        }
+        means[0] += g[i] * term[i];
+        means[1] += g[i] * term[i] * xh[i];
+      }
+    }
+    block_sum<2, kMostAnyThreads>(means, buffer[parity]);
+    if (modulated) continue;
+    for (int first = 0; first < width; first += step) {
+      load_normed(first);
+      if (per_token && p.dscale.data != nullptr) {
+        float normed[kPack];
+        load_columns<A>(normed, p.weight, 0, 0, first, width, 1.f);
+        load_columns<A>(term, p.bias, 0, 0, first, width, 0.f);
+#pragma unroll
+        for (int i = 0; i < kPack; ++i) normed[i] = g[i] * (xh[i] * normed[i] + term[i]);
+        store_columns<A>(p.dscale, at.batch, token, first, width, normed);
+      }
+      load_gain<A>(p, at.batch, modulation_row, first, true, term);
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) {
+        g[i] = stats.y * (g[i] * term[i] - means[0] / width - xh[i] * (means[1] / width));
+      }
+      load_columns<A>(term, p.grad_residual, at.batch, token, first, width, 0.f);
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) g[i] += term[i];
+      if (p.dx.data != nullptr) store_columns<A>(p.dx, at.batch, token, first, width, g);
+      load_columns<A>(xh, p.y, at.batch, token, first, width, 0.f);
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) {
+        const int column = column_of<A>(first, i);
+        xh[i] *= g[i];
+        if (column < width) sums[2 * width + column] += xh[i];
+      }
+      if (per_token && p.dgate.data != nullptr) store_columns<A>(p.dgate, at.batch, token, first, width, xh);
+      if (p.dy.data == nullptr) continue;
+      load_factor<A>(p, at.batch, modulation_row, first, term);
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) g[i] *= term[i];
+      store_columns<A>(p.dy, at.batch, token, first, width, g);
+    }
+  }
+
+  __syncthreads();
+  float* const norm_partial = partials.norm + static_cast<int64_t>(blockIdx.x) * 2 * width;
+  float* const gate_partial = partials.gate + static_cast<int64_t>(blockIdx.x) * width;
+  for (int c = threadIdx.x; c < width; c += blockDim.x) {
+    if (norm_sums) {
+      norm_partial[c] = sums[c];
+      norm_partial[width + c] = sums[width + c];
+    }
+    if (gate_sum) gate_partial[c] = sums[2 * width + c];
+  }
+}
+
+int row_threads(const Shape& shape) { return threads_for((shape.width + kPacks - 1) / kPacks); }
+int row_blocks(const Shape& shape) { return std::max(1, kBusyThreads / row_threads(shape)); }
+
+// Shapes alone decide, so that the workspace and every kernel agree.
+Segments segments_of(const Shape& shape) { return cut(shape, row_blocks(shape), 8); }
+
+struct Wanted {
+  bool norm_sums, gate_sum;
+};
+
+// false: the ring does not fit this GPU, or a row is too wide.
+template <typename T, bool NORM_SUMS, bool GATE_SUM>
+bool launch_rows(const GatedNormBackward& p, const Segments& segments, cudaStream_t stream, cudaError_t* error) {
+  const int threads = row_threads(p.shape);
+  const int64_t stage_bytes = Ring<T, (3 + GATE_SUM) * kTurnRows, kPacks>::stage_bytes(p.shape.width);
+  const int stages = stages_that_fit(stage_bytes, kStages, row_blocks(p.shape));
+  if (stages == 0 || threads > kMostThreads) return false;
+  const int bytes = static_cast<int>(stages * stage_bytes);
+  auto kernel = backward_rows<T, kTurnRows, kPacks, NORM_SUMS, GATE_SUM, kMostThreads>;
+  *error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (*error != cudaSuccess) return true;
+  const Partials partials(p, segments);
+  kernel<<<static_cast<unsigned>(segments.blocks()), threads, bytes, stream>>>(p, segments, partials, stages);
+  *error = cudaGetLastError();
+  return true;
+}
+
+template <typename T>
+bool launch_rows(const GatedNormBackward& p, const Wanted& wanted, const Segments& segments, cudaStream_t stream,
+                 cudaError_t* error) {
+  if (wanted.norm_sums && wanted.gate_sum) return launch_rows<T, true, true>(p, segments, stream, error);
+  if (wanted.norm_sums) return launch_rows<T, true, false>(p, segments, stream, error);
+  if (wanted.gate_sum) return launch_rows<T, false, true>(p, segments, stream, error);
+  return launch_rows<T, false, false>(p, segments, stream, error);
+}
+
+bool launch_rows(const GatedNormBackward& p, const Wanted& wanted, const Segments& segments, cudaStream_t stream,
+                 cudaError_t* error) {
+  switch (p.residual.dtype) {
+    case Dtype::float32: return launch_rows<float>(p, wanted, segments, stream, error);
+    case Dtype::float16: return launch_rows<__half>(p, wanted, segments, stream, error);
+    default: return launch_rows<__nv_bfloat16>(p, wanted, segments, stream, error);
+  }
+}
+
+cudaError_t launch_any(const GatedNormBackward& p, const Wanted& wanted, bool modulated, const Segments& segments,
+                       cudaStream_t stream) {
+  bool vectors = p.shape.width % kPack == 0;
+  for (const Array& a : {p.grad_residual, p.grad, p.residual, p.y, p.gate, p.gate_table, p.scale, p.weight, p.bias,
+                         p.scale_table, p.dx, p.dy, p.dgate, p.dscale}) {
+    vectors = vectors && aligned(a);
+  }
+  const auto blocks = static_cast<unsigned>(segments.blocks());
+  const int threads = std::min(threads_for(p.shape.width), kMostAnyThreads);
+  const int bytes = 3 * static_cast<int>(p.shape.width * sizeof(float));
+  auto kernel = vectors ? backward_any<Access::pieces> : backward_any<Access::strided>;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return error;
+  kernel<<<blocks, threads, bytes, stream>>>(p, segments, Partials(p, segments), row_per_token(p.shape),
+                                             wanted.norm_sums, wanted.gate_sum, modulated);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+int64_t gated_norm_backward_partials(const Shape& shape) { return segments_of(shape).blocks() * 3 * shape.width; }
+
+cudaError_t gate_residual_layer_norm_modulate_backward(const GatedNormBackward& p, cudaStream_t stream) {
+  const bool per_token = row_per_token(p.shape);
+  const bool rows_wanted = p.dscale.data != nullptr || p.dshift.data != nullptr;
+  const bool tables_wanted = p.dscale_table != nullptr || p.dshift_table != nullptr;
+  const bool affine_wanted = p.dweight != nullptr || p.dbias != nullptr;
+  const Wanted wanted = {tables_wanted || (!per_token && (rows_wanted || affine_wanted)),
+                         p.dgate_table != nullptr || (!per_token && p.dgate.data != nullptr)};
+  const Segments segments = segments_of(p.shape);
+  const bool empty = p.shape.batch * p.shape.tokens * p.shape.width == 0;
+  cudaError_t error = cudaSuccess;
+  if (!empty) {
+    bool rows = p.shape.width % kPack == 0 && !per_token;
+    for (const Array& a : {p.grad_residual, p.grad, p.residual, p.y, p.dx, p.dy}) {
+      rows = rows && aligned(a) && (a.data == nullptr || a.dtype == p.residual.dtype);
+    }
+    if (!rows || !launch_rows(p, wanted, segments, stream, &error)) {
+      error = launch_any(p, wanted, false, segments, stream);
+    }
+  }
+
+  const Partials partials(p, segments);
+  ColumnSums norm = {};
+  norm.segments = segments.count;
+  norm.rows = per_token ? 1 : p.shape.rows;
+  norm.chunks = empty ? 0 : segments.chunks;
+  norm.width = static_cast<int>(p.shape.width);
+  ColumnSums gate = norm;
+  gate.partials = partials.gate;
+  gate.dscale_table = p.dgate_table;
+  if (!per_token) gate.dscale = p.dgate;
+  if (error == cudaSuccess && wanted.gate_sum) error = add_column_sums<1>(gate, stream);
+
+  norm.partials = partials.norm;
+  norm.weight = p.weight;
+  norm.bias = p.bias;
+  norm.scale_table = p.scale_table;
+  norm.dscale_table = p.dscale_table;
+  norm.dshift_table = p.dshift_table;
+  if (!per_token) {
+    norm.scale = p.scale;
+    norm.dscale = p.dscale;
+    norm.dshift = p.dshift;
+    norm.dweight = p.dweight;
+    norm.dbias = p.dbias;
+  }
+  if (error == cudaSuccess && wanted.norm_sums) error = add_column_sums<2>(norm, stream);
+  if (error != cudaSuccess || !per_token || !affine_wanted) return error;
+
+  // Every token has its own m: weight and bias need sums of grad * m, which P and Q cannot give. Another pass.
+  if (!empty) error = launch_any(p, {true, false}, true, segments, stream);
+  norm.modulated = true;
+  norm.dscale_table = norm.dshift_table = nullptr;
+  norm.dweight = p.dweight;
+  norm.dbias = p.dbias;
+  return error == cudaSuccess ? add_column_sums<2>(norm, stream) : error;
+}
+
+}  // namespace adaptiveload
