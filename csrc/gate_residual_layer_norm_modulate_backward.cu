@@ -15,7 +15,7 @@ namespace {
 constexpr int kTurnRows = 1;        // rows of a turn
 constexpr int kPacks = 2;           // packs of a thread in a row
 constexpr int kMostThreads = 384;   // of a block: rows of up to 384 * 2 * 8 = 6144 columns
-constexpr int kBusyThreads = 384;   // of a multiprocessor
+constexpr int kBusyThreads = 256;   // of a multiprocessor
 constexpr int kStages = 6;          // turns under way
 
 // modulated: P and Q are those of grad * m (for weight and bias where every token has its own m), and nothing else.

@@ -14,11 +14,11 @@
 namespace adaptiveload {
 namespace {
 
-constexpr int kTurnRows = 2;        // rows of a turn in 16-bit types; half in float32, whose packs are twice as big
-constexpr int kPacks = 2;           // packs of a thread in a row: fewer threads reduce faster
-constexpr int kMostThreads = 384;   // of a block: rows of up to 384 * 2 * 8 = 6144 columns
+constexpr int kTurnRows = 1;        // rows of a turn in 16-bit types; half in float32, whose packs are twice as big
+constexpr int kPacks = 3;           // packs of a thread in a row: fewer threads reduce faster
+constexpr int kMostThreads = 256;   // of a block: rows of up to 256 * 3 * 8 = 6144 columns
 constexpr int kBusyThreads = 384;   // of a multiprocessor
-constexpr int kStages = 6;          // turns under way
+constexpr int kStages = 3;          // turns under way
 constexpr bool kOneBarrier = true;
 
 // How many columns of a row warp `warp` owns.

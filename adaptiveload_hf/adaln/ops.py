@@ -19,8 +19,6 @@ OPS = (
     "rms_norm_rope",
 )
 
-_NAMESPACE = torch.ops.adaptiveload
-
 
 def extension_missing_reason() -> str | None:
     """Why the CUDA kernels do not run on this machine's current GPU, or None if they do.
@@ -88,8 +86,8 @@ def layer_norm_modulate(
             x, scale, shift, scale_table=scale_table, shift_table=shift_table, **options
         )
     x, scale, shift = _with_contiguous_columns(x), *_with_equal_rows(x, scale, shift)
-    op = _NAMESPACE.layer_norm_modulate.default
-    return op(x, scale, shift, weight, bias, scale_table, shift_table, eps, out_dtype)[0]
+    tensors = (x, scale, shift, weight, bias, scale_table, shift_table)
+    return registry.call("layer_norm_modulate", *tensors, eps, out_dtype)[0]
 
 
 def rms_norm_modulate(
@@ -124,8 +122,8 @@ def rms_norm_modulate(
     if out_dtype is None:
         out_dtype = promoted_dtype(x, scale, shift, weight)
     x, scale, shift = _with_contiguous_columns(x), *_with_equal_rows(x, scale, shift)
-    op = _NAMESPACE.rms_norm_modulate.default
-    return op(x, scale, shift, weight, eps, scale_offset, weight_offset, out_dtype)[0]
+    options = (eps, scale_offset, weight_offset, out_dtype)
+    return registry.call("rms_norm_modulate", x, scale, shift, weight, *options)[0]
 
 
 def gate_residual(
@@ -160,7 +158,7 @@ def gate_residual(
         return reference.gate_residual(x, y, gate, gate_table=gate_table, out_dtype=out_dtype)
     x, y = _with_contiguous_columns(x), _with_contiguous_columns(y)
     (gate,) = _with_equal_rows(x, gate)
-    return _NAMESPACE.gate_residual.default(x, y, gate, gate_table, out_dtype)
+    return registry.call("gate_residual", x, y, gate, gate_table, out_dtype)
 
 
 def gate_residual_layer_norm_modulate(
@@ -206,10 +204,9 @@ def gate_residual_layer_norm_modulate(
         )
     x, y = _with_contiguous_columns(x), _with_contiguous_columns(y)
     gate, scale, shift = _with_equal_rows(x, gate, scale, shift)
-    op = _NAMESPACE.gate_residual_layer_norm_modulate.default
     tensors = (x, y, gate, gate_table, scale, shift, weight, bias, scale_table, shift_table)
-    residual, normed, _ = op(*tensors, eps, residual_dtype, out_dtype)
-    return residual, normed
+    dtypes = (residual_dtype, out_dtype)
+    return registry.call("gate_residual_layer_norm_modulate", *tensors, eps, *dtypes)[:2]
 
 
 def rms_norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, heads: int, eps: float = 1e-6) -> Tensor:
@@ -232,7 +229,7 @@ def rms_norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, heads:
     Source: WanAttnProcessor of diffusers 0.42.1.
     """
     check_rope(x, weight, cos, sin, heads)
-    return _NAMESPACE.rms_norm_rope.default(_with_contiguous_columns(x), weight, cos, sin, heads, eps)[0]
+    return registry.call("rms_norm_rope", _with_contiguous_columns(x), weight, cos, sin, heads, eps)[0]
 
 
 def _with_contiguous_columns(x: Tensor) -> Tensor:
