@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from support.bucketed import COST, SHAPES, fixed_plan, mixed_index, real
 
-from adaptiveload_hf.buckets.cost import MemoryModel, PowerLaw
+from adaptiveload_hf.buckets.cost import MemoryModel, PowerLaw, Roofline
 from adaptiveload_hf.buckets.plan import make_plan
 from adaptiveload_hf.buckets.schedule import schedule_epoch
+from adaptiveload_hf.buckets.shapes import LatentShape
 from adaptiveload_hf.buckets.simulate import compare, shape_weights, simulate
 
 COUNTS, BATCH_SIZES = (400, 90, 61, 30, 9), (16, 8, 4, 2, 1)
@@ -144,3 +145,16 @@ def test_a_mode_that_auto_chose_too_is_shown_once():
     (row,) = compare(plan, COST, policies=["dual"], balances=["none", "auto"], world_sizes=[1])[1:]
     assert row.balance == "step"
     assert len(compare(plan, COST, policies=["dual"], balances=["step", "auto"], world_sizes=[1])) == 1
+
+
+def test_where_memory_holds_one_longest_sample_only_dealing_helps_and_the_plan_says_so():
+    shapes = [LatentShape(f, *size) for size in ((32, 32), (60, 104), (90, 160)) for f in (1, 5, 9, 13, 17, 21)]
+    percent = (30, 5, 5, 4, 3, 3, 15, 8, 7, 5, 4, 3, 3, 2, 1, 1, 0.5, 0.5)
+    cost, longest = Roofline(0.4517, 0.0, 0.3178e-4, 0.1515e-8), 21 * 45 * 80
+    plan = partial(make_plan, {s: int(1000 * p) for s, p in zip(shapes, percent)}, cost, m_mem_tokens=longest)
+    none, step, auto = compare(plan, cost, policies=["dual"], world_sizes=[64])
+    token = plan(policy="equal_token", world_size=64)
+    assert none.plan.findings[1].startswith("Inert: ") and "Only dealing evens the load" in none.plan.findings[1]
+    assert [bucket.batch_size for bucket in none.plan.buckets] == [bucket.batch_size for bucket in token.buckets]
+    assert (none.gain, step.gain, auto.from_batch_sizes) == (1, 1, 1)
+    assert auto.gain > 2.1 and auto.simulation.balance_efficiency > 0.88
