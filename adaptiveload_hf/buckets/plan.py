@@ -210,7 +210,8 @@ def _check_memory(work: Workload, memory: MemoryModel, limit_gib: float, sizes: 
 def _target(work: Workload, policy: str, target_seconds: float | str, samples_per_step: float | None) -> float | None:
     """The compute limit in the cost's unit; None for policies without one."""
     if samples_per_step is not None:
-        if policy != "dual" or target_seconds != "auto" or not 0 < samples_per_step < math.inf:
+        number = isinstance(samples_per_step, (int, float)) and 0 < samples_per_step < math.inf
+        if policy != "dual" or target_seconds != "auto" or not number:
             raise UserError(
                 "samples_per_step is a number above 0 by which policy 'dual' chooses its target_seconds ('auto'), but "
                 f"found {samples_per_step!r} with policy {policy!r} and target_seconds {target_seconds!r}."

@@ -267,7 +267,10 @@ def test_given_batch_sizes_count_towards_the_samples_of_a_step():
     assert samples_per_step(made) == pytest.approx(40, rel=0.05)
 
 
-@pytest.mark.parametrize("options", [{"policy": "equal_token"}, {"target_seconds": 2.0}, {"samples_per_step": 0}])
+@pytest.mark.parametrize(
+    "options",
+    [{"policy": "equal_token"}, {"target_seconds": 2.0}, {"samples_per_step": 0}, {"samples_per_step": "many"}],
+)
 def test_samples_per_step_beside_what_it_cannot_steer_is_refused(options):
     with pytest.raises(UserError, match="samples_per_step is a number above 0 by which policy 'dual' chooses"):
         plan(**{"samples_per_step": 20, **options})
