@@ -18,6 +18,8 @@ TOP_LEVEL = {
 # From the bottom up; a module imports only from rows before its own (see docs/design.md).
 LAYERS = [
     {"errors", "adaln.extension", "adaln.runtime", "adaln.source"},
+    {"adaln.triton_kernels"},
+    {"adaln.triton_ops"},
     {
         "adaln.reference",
         "adaln.effects",

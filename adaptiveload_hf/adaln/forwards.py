@@ -31,10 +31,12 @@ TESTED_SOURCES = {
     ("diffusers.models.transformers.transformer_wan.WanTransformerBlock", "21c15441b009932c"),
 }
 
+# Arguments of FusedOps: the module of the ops, devices, what is passed to every op.
 BACKENDS = {
-    "auto": (fused_ops, ("cpu", "cuda")),
-    "cuda": (fused_ops, ("cuda",)),
-    "reference": (reference, ("cpu", "cuda")),
+    "auto": (fused_ops, ("cpu", "cuda"), {}),
+    "cuda": (fused_ops, ("cuda",), {}),
+    "triton": (fused_ops, ("cuda",), {"backend": "triton"}),
+    "reference": (reference, ("cpu", "cuda"), {}),
 }
 
 
@@ -47,7 +49,7 @@ class RewrittenForward:
         owner: the class whose own `forward` it is.
         norms: (path, type) of what the forward calls as `self.<path>` and an op may stand for.
         names: the ops to use.
-        backend: "auto", "cuda" or "reference".
+        backend: "auto", "cuda", "triton" or "reference".
         verify: "auto" (compare unless tested), "always" or "never".
 
     Attributes:

@@ -1,8 +1,9 @@
-"""Which fused ops are there? Each is one forward and one backward kernel on CUDA, and the reference elsewhere."""
+"""Which fused ops are there? Each is one forward and one backward kernel on a GPU, and the reference elsewhere."""
 
 import torch
 from torch import Tensor
 
+from ..errors import UserError
 from . import (
     extension,
     reference,
@@ -24,21 +25,23 @@ def extension_missing_reason() -> str | None:
     """Why the CUDA kernels do not run on this machine's current GPU, or None if they do.
 
     The extension is missing when torch has no CUDA, is too old, when it was not built or does not load, and when it
-    was built for other GPU architectures than this one; the ops run the reference then.
+    was built for other GPU architectures than this one; the ops run in Triton then, or without it the reference.
     """
     problem = extension.load_problem
     if problem is None and torch.cuda.is_available():
         problem = extension.device_problem(torch.cuda.current_device())
         if problem is not None:
-            registry.run_reference_on_cuda(extension.OPS_WITH_KERNELS)
+            registry.replace_extension(extension.OPS_WITH_KERNELS)
     return problem
 
 
 def kernel_backend(op: str, device_type: str) -> str:
-    """What `ops.<op>` runs on tensors of a device type ("cuda", "cpu", ...): "cuda" or "reference"."""
-    if device_type == "cuda" and op in extension.OPS_WITH_KERNELS and extension_missing_reason() is None:
+    """What `ops.<op>` runs on tensors of a device type ("cuda", "cpu", ...): "cuda", "triton" or "reference"."""
+    if device_type != "cuda":
+        return "reference"
+    if op in extension.OPS_WITH_KERNELS and extension_missing_reason() is None:
         return "cuda"
-    return "reference"
+    return "triton" if registry.has_triton else "reference"
 
 
 def layer_norm_modulate(
@@ -52,6 +55,7 @@ def layer_norm_modulate(
     scale_table: Tensor | None = None,
     shift_table: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """LN(x)[* weight + bias] * (1 + scale + scale_table) + shift + shift_table, one rounding at the end.
 
@@ -66,12 +70,13 @@ def layer_norm_modulate(
         weight, bias: [D], the norm's own.
         scale_table, shift_table: [D], added to scale and shift.
         out_dtype: of the result. Default: what eager promotion of all operands gives.
+        backend: "auto" (what `kernel_backend` says) or "triton".
 
     Returns:
         [B, S, D], contiguous.
 
     Raises:
-        UserError: a shape, dtype or device is another one.
+        UserError: a shape, dtype or device is another one, or the backend.
 
     Source: AdaLN of DiT (arXiv:2212.09748, section 3.2), as diffusers writes it; one backward pass instead of the two
     of AdaptiveLoad's D-tile reduction.
@@ -87,7 +92,7 @@ def layer_norm_modulate(
         )
     x, scale, shift = _with_contiguous_columns(x), *_with_equal_rows(x, scale, shift)
     tensors = (x, scale, shift, weight, bias, scale_table, shift_table)
-    return registry.call("layer_norm_modulate", *tensors, eps, out_dtype)[0]
+    return registry.call(_op("layer_norm_modulate", backend), *tensors, eps, out_dtype)[0]
 
 
 def rms_norm_modulate(
@@ -100,13 +105,14 @@ def rms_norm_modulate(
     scale_offset: float = 1.0,
     weight_offset: float = 0.0,
     out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """RMS(x) * (weight + weight_offset) * (scale_offset + scale) + shift, one rounding at the end.
 
     RMS(x) = x / sqrt(mean(x^2) + eps) over the last dimension. What is absent drops out, its offset too.
 
     Args:
-        x, scale, shift, out_dtype: as in `layer_norm_modulate`.
+        x, scale, shift, out_dtype, backend: as in `layer_norm_modulate`.
         weight: [D]. eps: added to the mean square.
         scale_offset: 0 for models that have added the 1 already. weight_offset: 1 for norms that store weight - 1.
 
@@ -123,7 +129,7 @@ def rms_norm_modulate(
         out_dtype = promoted_dtype(x, scale, shift, weight)
     x, scale, shift = _with_contiguous_columns(x), *_with_equal_rows(x, scale, shift)
     options = (eps, scale_offset, weight_offset, out_dtype)
-    return registry.call("rms_norm_modulate", x, scale, shift, weight, *options)[0]
+    return registry.call(_op("rms_norm_modulate", backend), x, scale, shift, weight, *options)[0]
 
 
 def gate_residual(
@@ -133,6 +139,7 @@ def gate_residual(
     *,
     gate_table: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """x + y * (gate + gate_table), or x + y without both, one rounding at the end.
 
@@ -141,7 +148,7 @@ def gate_residual(
     Args:
         x, y: [B, S, D], any strides.
         gate: [B or 1, T, D], rows as in `layer_norm_modulate`. gate_table: [D].
-        out_dtype: of the result. Default: what eager promotion of all operands gives.
+        out_dtype: of the result. Default: what eager promotion of all operands gives. backend: as there.
 
     Returns:
         [B, S, D], contiguous.
@@ -158,7 +165,7 @@ def gate_residual(
         return reference.gate_residual(x, y, gate, gate_table=gate_table, out_dtype=out_dtype)
     x, y = _with_contiguous_columns(x), _with_contiguous_columns(y)
     (gate,) = _with_equal_rows(x, gate)
-    return registry.call("gate_residual", x, y, gate, gate_table, out_dtype)
+    return registry.call(_op("gate_residual", backend), x, y, gate, gate_table, out_dtype)
 
 
 def gate_residual_layer_norm_modulate(
@@ -176,6 +183,7 @@ def gate_residual_layer_norm_modulate(
     shift_table: Tensor | None = None,
     residual_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """`gate_residual`, then `layer_norm_modulate` of the rounded residual, in one pass.
 
@@ -206,10 +214,12 @@ def gate_residual_layer_norm_modulate(
     gate, scale, shift = _with_equal_rows(x, gate, scale, shift)
     tensors = (x, y, gate, gate_table, scale, shift, weight, bias, scale_table, shift_table)
     dtypes = (residual_dtype, out_dtype)
-    return registry.call("gate_residual_layer_norm_modulate", *tensors, eps, *dtypes)[:2]
+    return registry.call(_op("gate_residual_layer_norm_modulate", backend), *tensors, eps, *dtypes)[:2]
 
 
-def rms_norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, heads: int, eps: float = 1e-6) -> Tensor:
+def rms_norm_rope(
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, heads: int, eps: float = 1e-6, backend: str = "auto"
+) -> Tensor:
     """RMS(x) * weight over all heads together, then the rotary embedding of Wan's queries and keys.
 
     Columns 2i and 2i + 1 of a head are a pair (a, b) and become (a * c - b * s, a * s + b * c) with c = cos[2i] and
@@ -218,7 +228,7 @@ def rms_norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, heads:
     Args:
         x: [B, S, D]. weight: [D].
         cos, sin: [B or 1, S, 1, D / heads], each angle twice, as `WanRotaryPosEmbed` gives them. No gradient.
-        heads: attention heads. eps: added to the mean square.
+        heads: attention heads. eps: added to the mean square. backend: as in `layer_norm_modulate`.
 
     Returns:
         [B, S, heads, D / heads] of x's dtype, contiguous.
@@ -229,7 +239,13 @@ def rms_norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, heads:
     Source: WanAttnProcessor of diffusers 0.42.1.
     """
     check_rope(x, weight, cos, sin, heads)
-    return registry.call("rms_norm_rope", _with_contiguous_columns(x), weight, cos, sin, heads, eps)[0]
+    return registry.call(_op("rms_norm_rope", backend), _with_contiguous_columns(x), weight, cos, sin, heads, eps)[0]
+
+
+def _op(name: str, backend: str) -> str:
+    if backend not in ("auto", "triton"):
+        raise UserError(f"backend of an op must be auto or triton, but it is {backend!r}.")
+    return name if backend == "auto" else registry.triton_twin(name)
 
 
 def _with_contiguous_columns(x: Tensor) -> Tensor:

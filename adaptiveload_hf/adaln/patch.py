@@ -14,10 +14,11 @@ from . import attention
 from .forwards import RewrittenForward, norms_of, rewritten_behind, rewritten_forward
 from .ops import OPS, extension_missing_reason, kernel_backend
 from .patch_report import PatchReport
+from .registry import has_triton
 
 __all__ = ["PatchReport", "patch_model", "patched", "unpatch_model"]
 
-_BACKENDS = ("auto", "cuda", "reference")
+_BACKENDS = ("auto", "cuda", "triton", "reference")
 _CHECKS = ("auto", "always", "never")
 _TOP_LEVEL = "a model's top-level forward, which carries root hooks and decorators, is not rewritten"
 
@@ -35,7 +36,8 @@ def patch_model(
     Args:
         model: an nn.Module, before or after hooks, PEFT, FSDP2 and DDP; or a pipeline, whose `transformer*` and
             `controlnet*` components are patched.
-        backend: "auto" (the CUDA kernels where they are built, else the reference), "cuda" or "reference".
+        backend: "auto" (on a GPU the CUDA kernels where they are built, else Triton, else the reference), "cuda",
+            "triton" or "reference". With "cuda" and "triton" tensors on other devices run as written.
         ops: "all", or the names of the ops to use.
         verify: compare the first call of a class with its original forward? "auto": unless the tests cover its source,
             "always" or "never". Compiled code cannot be compared and stays eager until then.
@@ -44,13 +46,13 @@ def patch_model(
         PatchReport: `print` it.
 
     Raises:
-        UserError: an argument is not one of these, backend="cuda" cannot run here, or nothing could be patched.
+        UserError: an argument is not one of these, the backend cannot run here, or nothing could be patched.
     """
     models = _models_of(model)
     names = _checked_ops(ops)
     _check_choice("backend", backend, _BACKENDS)
     _check_choice("verify", verify, _CHECKS)
-    _check_cuda(backend, names)
+    _check_backend_runs(backend, names)
     if backend == "cuda":
         names = frozenset(name for name in names if kernel_backend(name, "cuda") == "cuda")
     report = PatchReport(
@@ -172,11 +174,15 @@ def _checked_ops(ops: str | Collection[str]) -> frozenset[str]:
     return frozenset(names)
 
 
-def _check_cuda(backend: str, names: Collection[str]) -> None:
-    if backend != "cuda":
+def _check_backend_runs(backend: str, names: Collection[str]) -> None:
+    if backend not in ("cuda", "triton"):
         return
     if not torch.cuda.is_available():
-        raise UserError('backend="cuda" needs a GPU, and torch sees none here. Use backend="auto".')
+        raise UserError(f'backend="{backend}" needs a GPU, and torch sees none here. Use backend="auto".')
+    if backend == "triton":
+        if not has_triton:
+            raise UserError('backend="triton" needs Triton, which is not installed. `pip install triton`.')
+        return
     if reason := extension_missing_reason():
         raise UserError(f'backend="cuda" needs the CUDA extension, which is missing: {reason}. Or use backend="auto".')
     if not any(kernel_backend(name, "cuda") == "cuda" for name in names):
@@ -189,7 +195,8 @@ def _shown_backend(op: str, backend: str, models: list[nn.Module]) -> str:
         return backend
     devices = {parameter.device.type for model in models for parameter in model.parameters()}
     devices |= {"cuda"} if torch.cuda.is_available() else set()
-    return ", ".join(f"{kernel_backend(op, device)} on {device}" for device in sorted(devices))
+    shown = [f"{kernel_backend(op, device)} on {device}" for device in sorted(devices)]
+    return ", ".join(shown).replace("reference on cuda", "reference on cuda (Triton is not installed)")
 
 
 def _nothing_patched(report: PatchReport, models: list[nn.Module]) -> str:

@@ -1,24 +1,64 @@
-"""How does an op get into torch's dispatcher: kernel, shapes without data, autograd?"""
+"""How does an op get into torch's dispatcher: kernels, shapes without data, autograd?
+
+Every op is there twice. `name` runs the CUDA extension on a GPU, Triton where that is missing, and the reference on
+other devices; `name_triton` runs Triton wherever it is called.
+"""
+
+import functools
+import importlib.util
 
 import torch
 from torch import Tensor
 
-from . import gradients
+from . import extension, gradients
 
 LIBRARY = torch.library.Library("adaptiveload", "DEF")
 _NAMESPACE = torch.ops.adaptiveload
-_KERNELS = {}
+_REFERENCES = {}
+_TRITON_KERNELS = {}
 _OVERRIDDEN = set()
 _CALLS = {}
 
+# Whether it can be imported: the import itself waits until a kernel runs.
+has_triton = importlib.util.find_spec("triton") is not None
+
 
 def define(schema: str, kernel, fake):
-    """An op of the `adaptiveload` namespace that runs `kernel` on every device, and `fake` on tensors without data."""
+    """An op of the `adaptiveload` namespace that runs `kernel` on every device, and `fake` on tensors without data.
+
+    And its twin in Triton, which also serves GPUs for which the extension has no kernel.
+    """
     name = schema.partition("(")[0]
-    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _KERNELS[name] = kernel
-    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"adaptiveload::{name}", fake, lib=LIBRARY)
+    _REFERENCES[name], _TRITON_KERNELS[name] = kernel, _triton_kernel(name, kernel)
+    for op, implementation in ((name, kernel), (triton_twin(name), _TRITON_KERNELS[name])):
+        LIBRARY.define(schema.replace(name, op, 1), tags=(torch.Tag.pt2_compliant_tag,))
+        LIBRARY.impl(op, implementation, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"adaptiveload::{op}", fake, lib=LIBRARY)
+    built = extension.load_problem is None and name.removesuffix("_backward") in extension.OPS_WITH_KERNELS
+    if has_triton and not built:
+        LIBRARY.impl(name, _TRITON_KERNELS[name], "CUDA")
+
+
+def triton_twin(name: str) -> str:
+    """The name of an op's twin: layer_norm_modulate_triton, layer_norm_modulate_triton_backward."""
+    base = name.removesuffix("_backward")
+    return f"{base}_triton{name[len(base) :]}"
+
+
+def _triton_kernel(name: str, reference):
+    def kernel(*args):
+        if any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in args):
+            return reference(*args)
+        return getattr(_triton_ops(), name)(*args)
+
+    return kernel
+
+
+@functools.cache
+def _triton_ops():
+    from . import triton_ops
+
+    return triton_ops
 
 
 def define_backward(schema: str, formula, fake):
@@ -28,6 +68,14 @@ def define_backward(schema: str, formula, fake):
     def kernel(*args):
         return [gradient.contiguous() for gradient in formula(*args)]
 
+    define(schema, kernel, fake)
+    for op in (name, triton_twin(name)):
+        LIBRARY.impl(op, _refusal(op), "Autograd")
+
+
+def _refusal(name: str):
+    op = getattr(_NAMESPACE, name).default
+
     def refuse(*args):
         if _wants_grad(args):
             raise RuntimeError(
@@ -35,19 +83,23 @@ def define_backward(schema: str, formula, fake):
             )
         return _below_autograd(op, *args)
 
-    define(schema, kernel, fake)
-    op = getattr(_NAMESPACE, name).default
-    LIBRARY.impl(name, refuse, "Autograd")
+    return refuse
 
 
 def define_autograd(name: str, save, differentiate):
-    """Autograd of a forward op: `save(ctx, args, output)`, then `differentiate(ctx, *grads)`.
+    """Autograd of a forward op and its twin: `save(ctx, args, output)`, then `differentiate(ctx, *grads)`.
 
     `torch.library.register_autograd` does the same, but reads the schema in every call: most of the host's time.
     """
+    _define_autograd(name, save, differentiate, in_triton=False)
+    _define_autograd(triton_twin(name), save, differentiate, in_triton=True)
+
+
+def _define_autograd(name: str, save, differentiate, in_triton: bool):
     op = getattr(_NAMESPACE, name).default
 
     def forward(ctx, *args):
+        ctx.in_triton = in_triton
         output = _below_autograd(op, *args)
         save(ctx, args, output)
         return output
@@ -89,12 +141,13 @@ def bits_of(flags) -> int:
     return sum(1 << bit for bit, flag in enumerate(flags) if flag)
 
 
-def gradients_of(name: str, count: int, needs: int, *args) -> list[Tensor | None]:
+def gradients_of(ctx, name: str, count: int, needs: int, *args) -> list[Tensor | None]:
     """The gradients of an op at their arguments' places, by the formula itself if they will be differentiated."""
     if torch.is_grad_enabled():
         found = iter(getattr(gradients, name)(*args, needs))
     else:
-        found = iter(_below_autograd(getattr(_NAMESPACE, f"{name}_backward").default, *args, needs))
+        op = f"{name}_backward" if not ctx.in_triton else triton_twin(f"{name}_backward")
+        found = iter(_below_autograd(getattr(_NAMESPACE, op).default, *args, needs))
     return [next(found) if needs >> bit & 1 else None for bit in range(count)]
 
 
@@ -108,10 +161,10 @@ def kind_of(tensor: Tensor | None):
     return None if tensor is None else (tensor.shape, tensor.dtype)
 
 
-def run_reference_on_cuda(names):
-    """Puts the reference in front of an extension that holds no code for this GPU."""
+def replace_extension(names):
+    """Puts Triton, or without it the reference, in front of an extension that holds no code for this GPU."""
     for name in names:
         for op in (name, f"{name}_backward"):
             if op not in _OVERRIDDEN:
                 _OVERRIDDEN.add(op)
-                LIBRARY.impl(op, _KERNELS[op], "CUDA")
+                LIBRARY.impl(op, (_TRITON_KERNELS if has_triton else _REFERENCES)[op], "CUDA")

@@ -24,7 +24,7 @@ NORM_OPS = {
     RMSNorm: "rms_norm_modulate",
 }
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_WIDEST_ROW_ON_CUDA = 8192  # of the CUDA kernels
+_WIDEST_ROW_ON_CUDA = 8192  # of the CUDA kernels and of Triton's
 # Relative L2 difference allowed between a rewritten and an original forward: a few roundings of each dtype.
 _TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
@@ -36,11 +36,13 @@ class FusedOps:
     Args:
         ops: the module that holds them, `adaln.ops` or `adaln.reference`.
         device_types: devices that they are used on.
+        options: passed to every op.
         names: the ops that may be used.
     """
 
     ops: types.ModuleType
     device_types: tuple[str, ...]
+    options: dict[str, str]
     names: frozenset[str]
 
     def is_plain(self, *norms: nn.Module) -> bool:
@@ -69,10 +71,14 @@ class FusedOps:
         else:
             out_dtype = torch.promote_types(_norm_dtype(norm, x), scale.dtype)
             out_dtype = out_dtype if shift is None else torch.promote_types(out_dtype, shift.dtype)
+        options = {"eps": norm.eps, "weight": norm.weight, "out_dtype": out_dtype, **self.options}
         if NORM_OPS[type(norm)] == "layer_norm_modulate":
             affine = {"weight": norm.weight, "bias": norm.bias}
-            return self.ops.layer_norm_modulate(x, scale, shift, eps=norm.eps, out_dtype=out_dtype, **affine)
-        return self.ops.rms_norm_modulate(x, scale, shift, eps=norm.eps, weight=norm.weight, out_dtype=out_dtype)
+            return self.ops.layer_norm_modulate(
+                x, scale, shift, eps=norm.eps, out_dtype=out_dtype, **affine, **self.options
+            )
+        options = {"eps": norm.eps, "weight": norm.weight, "out_dtype": out_dtype, **self.options}
+        return self.ops.rms_norm_modulate(x, scale, shift, **options)
 
     def can_gate(self, x: Tensor, y: Tensor, gate: Tensor) -> bool:
         """Whether `gate_residual` stands for `x + gate * y`."""
@@ -83,7 +89,7 @@ class FusedOps:
         out_dtype = x.dtype
         if not cast_back:
             out_dtype = torch.promote_types(torch.promote_types(x.dtype, y.dtype), gate.dtype)
-        return self.ops.gate_residual(x, y, gate, out_dtype=out_dtype)
+        return self.ops.gate_residual(x, y, gate, out_dtype=out_dtype, **self.options)
 
     def can_turn(self, norms: tuple[nn.Module, ...], x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> bool:
         """Whether `rms_norm_rope` stands for the norms of projections of x [B, S, D] and the rotation after them."""
@@ -97,7 +103,8 @@ class FusedOps:
 
     def rms_norm_rope(self, norm: nn.RMSNorm, x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
         """norm(x) with the columns of its heads turned, of x's dtype: [B, S, D]."""
-        return self.ops.rms_norm_rope(x, norm.weight, cos, sin, heads=heads, eps=norm.eps).flatten(2)
+        y = self.ops.rms_norm_rope(x, norm.weight, cos, sin, heads=heads, eps=norm.eps, **self.options)
+        return y.flatten(2)
 
     def _is_stream(self, x: Tensor) -> bool:
         return _is_tensor(x) and x.ndim == 3 and x.device.type in self.device_types and _narrow_enough(x)

@@ -68,7 +68,7 @@ def _differentiate_layer_norm_modulate(ctx, grad, _):
     if torch.is_grad_enabled():
         stats = row_statistics(x, ctx.eps, stats.dtype)
     args = (grad, x, stats, scale, weight, bias, scale_table, rows, ctx.shift_dtype)
-    placed = gradients_of("layer_norm_modulate", 7, needs, *args)
+    placed = gradients_of(ctx, "layer_norm_modulate", 7, needs, *args)
     if direct:
         placed[2] = grad
     return (*placed, None, None)
@@ -110,7 +110,7 @@ def _differentiate_rms_norm_modulate(ctx, grad, _):
     if torch.is_grad_enabled():
         rstd = inverse_rms(x, ctx.eps, rstd.dtype)
     args = (grad, x, rstd, scale, weight, *ctx.offsets, rows, ctx.shift_dtype)
-    placed = gradients_of("rms_norm_modulate", 4, needs, *args)
+    placed = gradients_of(ctx, "rms_norm_modulate", 4, needs, *args)
     if direct:
         placed[2] = grad
     return (*placed, None, None, None, None)
@@ -144,7 +144,7 @@ def _differentiate_gate(ctx, grad, y, gate, gate_table):
     if gate is None and gate_table is None:
         placed[1] = grad
     elif needs:
-        placed = gradients_of("gate_residual", 4, needs, grad, y, gate, gate_table, ctx.y_dtype)
+        placed = gradients_of(ctx, "gate_residual", 4, needs, grad, y, gate, gate_table, ctx.y_dtype)
     placed[0] = grad
     return placed
 
@@ -210,7 +210,7 @@ def _differentiate_gate_residual_layer_norm_modulate(ctx, grad_residual, grad, _
         stats = row_statistics(residual, ctx.eps, stats.dtype)
     kept = (residual, stats, y, gate, gate_table, scale, weight, bias, scale_table)
     args = (grad_residual, grad, *kept, ctx.x_dtype, ctx.y_dtype, rows, ctx.shift_dtype)
-    placed = gradients_of("gate_residual_layer_norm_modulate", 10, needs, *args)
+    placed = gradients_of(ctx, "gate_residual_layer_norm_modulate", 10, needs, *args)
     if shared:
         placed[1] = placed[0]
     if direct:
@@ -249,7 +249,13 @@ def _differentiate_rms_norm_rope(ctx, grad, _):
     needs = bits_of(ctx.needs_input_grad[:2])
     if torch.is_grad_enabled():
         rstd = inverse_rms(x, ctx.eps, rstd.dtype)
-    return (*gradients_of("rms_norm_rope", 2, needs, grad, x, rstd, weight, cos, sin), None, None, None, None)
+    return (
+        *gradients_of(ctx, "rms_norm_rope", 2, needs, grad, x, rstd, weight, cos, sin),
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 define(

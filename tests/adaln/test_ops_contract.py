@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from adaptiveload_hf import UserError
-from adaptiveload_hf.adaln import extension, ops, reference
+from adaptiveload_hf.adaln import extension, ops, reference, registry
 
 x = torch.randn(2, 12, 8)
 y = torch.randn(2, 12, 8)
@@ -161,7 +161,13 @@ def test_without_cuda_every_op_runs_the_reference_and_the_reason_is_named():
     if torch.version.cuda is not None:
         pytest.skip("this torch has CUDA")
     assert ops.extension_missing_reason() == f"torch {torch.__version__} was built without CUDA"
-    assert {ops.kernel_backend(op, kind) for op in ops.OPS for kind in ("cpu", "cuda")} == {"reference"}
+    assert {ops.kernel_backend(op, "cpu") for op in ops.OPS} == {"reference"}
+    assert {ops.kernel_backend(op, "cuda") for op in ops.OPS} == {"triton" if registry.has_triton else "reference"}
+
+
+def test_an_unknown_backend_of_an_op_is_refused():
+    with pytest.raises(UserError, match="backend of an op must be auto or triton, but it is 'cuda'"):
+        ops.layer_norm_modulate(torch.zeros(1, 1, 8), backend="cuda")
 
 
 @pytest.mark.parametrize(

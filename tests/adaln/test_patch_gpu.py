@@ -52,7 +52,7 @@ def errors_of(family, *, autocast, prepare):
 # Not Flux: in bfloat16 its own timestep embedding is off by more than all else.
 @pytest.mark.parametrize("family", ["wan", "wan_per_token", "sd3", "sd35", "cogvideox"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
-@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("backend", ["auto", "triton", "reference"])
 def test_patched_models_are_at_least_as_close_to_float64_as_eager(family, autocast, backend):
     eager, fused = errors_of(family, autocast=autocast, prepare=lambda model: patch_model(model, backend=backend))
     assert (fused <= 1.05 * eager).all(), (fused, eager)
@@ -88,6 +88,14 @@ def test_the_kernels_run_and_the_report_says_so():
     kernels = kernels_of(model, inputs)
     assert any("layer_norm" in name for name in eager_kernels - kernels)
     assert len(kernels - eager_kernels) >= 2
+
+
+def test_the_triton_backend_runs_its_kernels_and_no_others():
+    model, inputs = tiny_model("sd35").cuda().bfloat16(), on_gpu(tiny_inputs("sd35"), torch.bfloat16)
+    assert set(patch_model(model, backend="reference").backends.values()) == {"reference"}
+    others = kernels_of(model, inputs)
+    assert set(patch_model(model, backend="triton").backends.values()) == {"triton"}
+    assert "forward" in kernels_of(model, inputs) - others
 
 
 def test_under_autocast_the_norm_gives_the_autocast_dtype_at_once():

@@ -131,7 +131,7 @@ def test_a_bare_module_is_patched_as_well():
         (nn.Linear(2, 2), {}, "torch modules alone"),
         ("a path", {}, "expected an nn.Module or a diffusers pipeline, found str"),
         (nn.DataParallel(Mixed()), {}, "found nn.DataParallel, whose replicas share one forward"),
-        (Mixed(), {"backend": "triton"}, "backend must be one of auto, cuda, reference, but it is 'triton'"),
+        (Mixed(), {"backend": "hip"}, "backend must be one of auto, cuda, triton, reference, but it is 'hip'"),
         (Mixed(), {"verify": True}, "verify must be one of auto, always, never, but it is True"),
         (Mixed(), {"ops": ["rope"]}, "but it names rope"),
         (Mixed(), {"ops": []}, "but it names nothing"),
@@ -165,14 +165,37 @@ def test_the_cuda_backend_is_refused_where_it_cannot_run(monkeypatch):
         patch_model(Mixed(), backend="cuda", ops="rms_norm_modulate")
 
 
-def test_with_the_cuda_backend_tensors_elsewhere_run_as_written(monkeypatch):
+def test_the_triton_backend_is_refused_where_it_cannot_run(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match='backend="triton" needs a GPU, and torch sees none here'):
+        patch_model(Mixed(), backend="triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(patch_module, "has_triton", False)
+    with pytest.raises(UserError, match=r'backend="triton" needs Triton, which is not installed\.'):
+        patch_model(Mixed(), backend="triton")
+
+
+def test_without_extension_and_triton_the_report_says_that_the_reference_runs_and_why(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(patch_module, "extension_missing_reason", lambda: "not built")
+    monkeypatch.setattr(ops, "extension_missing_reason", lambda: "not built")
+    for triton, shown in ((True, "triton on cuda"), (False, "reference on cuda (Triton is not installed)")):
+        monkeypatch.setattr(ops.registry, "has_triton", triton)
+        report = str(patch_model(Mixed(), ops="gate_residual"))
+        assert f"gate_residual: reference on cpu, {shown}\n" in report
+        assert report.endswith("CUDA extension missing: not built")
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_with_a_gpu_backend_tensors_elsewhere_run_as_written(monkeypatch, backend):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(patch_module, "extension_missing_reason", lambda: None)
+    monkeypatch.setattr(patch_module, "has_triton", True)
     monkeypatch.setattr(
         patch_module, "kernel_backend", lambda op, device: "cuda" if op == "gate_residual" else "reference"
     )
     model = tiny_model("wan")
     expected = model(**tiny_inputs("wan"), return_dict=False)[0]
-    report = patch_model(model, backend="cuda")
-    assert report.backends == {"gate_residual": "cuda"}
+    report = patch_model(model, backend=backend)
+    assert report.backends == dict.fromkeys(["gate_residual"] if backend == "cuda" else ops.OPS, backend)
     assert torch.equal(model(**tiny_inputs("wan"), return_dict=False)[0], expected)
