@@ -127,6 +127,9 @@ def rms_norm_modulate(
     check_operands(x, (("scale", scale), ("shift", shift)), (("weight", weight),))
     if out_dtype is None:
         out_dtype = promoted_dtype(x, scale, shift, weight)
+    if x.dtype == torch.float64 and x.is_cuda:
+        offsets = {"scale_offset": scale_offset, "weight_offset": weight_offset}
+        return reference.rms_norm_modulate(x, scale, shift, weight=weight, eps=eps, out_dtype=out_dtype, **offsets)
     x, scale, shift = _with_contiguous_columns(x), *_with_equal_rows(x, scale, shift)
     options = (eps, scale_offset, weight_offset, out_dtype)
     return registry.call(_op("rms_norm_modulate", backend), x, scale, shift, weight, *options)[0]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.adaln_cases import (
     assert_as_close_as_eager,
     eager_gate_residual,
@@ -185,8 +186,8 @@ def test_bf16_gate_is_as_exact_as_eager(rows):
     assert_as_close_as_eager(ours, eager, run(reference.gate_residual, in_float64(inputs)), floor=1e-6)
 
 
-def saved_bytes(function):
-    """Bytes of the distinct storages that backward keeps."""
+def saved_bytes(function, beside=()):
+    """Bytes of the distinct storages that backward keeps beside those of some tensors; and what `function` returns."""
     kept = {}
 
     def pack(tensor):
@@ -195,7 +196,8 @@ def saved_bytes(function):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = function()
-    return sum(kept.values()), out
+    owned = {tensor.untyped_storage().data_ptr() for tensor in beside}
+    return sum(size for storage, size in kept.items() if storage not in owned), out
 
 
 def test_norm_keeps_x_and_eight_bytes_a_row_and_the_scale():
@@ -203,6 +205,33 @@ def test_norm_keeps_x_and_eight_bytes_a_row_and_the_scale():
     scale, shift = (torch.randn(2, 1, 512, requires_grad=True) for _ in range(2))
     kept, _ = saved_bytes(lambda: ops.layer_norm_modulate(x, scale, shift, out_dtype=torch.bfloat16))
     assert kept == x.nbytes + 2 * 32 * 8 + scale.nbytes
+
+
+def test_rms_norm_keeps_x_and_four_bytes_a_row_and_the_factors():
+    x, weight = make_x(2, 32, 512, torch.bfloat16, "cpu"), make_columns(512, "cpu")
+    scale, shift = (torch.randn(2, 1, 512, requires_grad=True) for _ in range(2))
+    kept, _ = saved_bytes(lambda: ops.rms_norm_modulate(x, scale, shift, weight=weight, out_dtype=torch.bfloat16))
+    assert kept == x.nbytes + 2 * 32 * 4 + scale.nbytes + weight.nbytes
+
+
+def test_the_norm_of_a_wan_block_makes_a_fifth_of_the_bytes_that_eager_makes():
+    x = make_x(2, 32, 1536, torch.bfloat16, "cpu")
+    scale, shift = (torch.randn(2, 1, 1536, requires_grad=True) for _ in range(2))
+    plus_one = 1 + scale
+
+    def eager():
+        return (F.layer_norm(x.float(), (1536,), None, None, 1e-6) * plus_one + shift).type_as(x)
+
+    def fused():
+        return ops.layer_norm_modulate(x, scale, shift, out_dtype=x.dtype)
+
+    made = []
+    for function in (eager, fused):
+        kept, out = saved_bytes(function, beside=(x, scale, plus_one))
+        made.append(kept + out.nbytes)
+    rows = x.shape[0] * x.shape[1]
+    assert made == [10 * x.numel() + 8 * rows, 2 * x.numel() + 8 * rows]
+    assert made[1] < (1 - 0.79) * made[0]
 
 
 def test_a_frozen_gate_does_not_keep_y():

@@ -38,6 +38,16 @@ def eager_layer_norm_modulate(x, scale=None, shift=None, *, eps=1e-6, weight=Non
     return y.to(out_dtype or y.dtype)
 
 
+def eager_rms_norm_modulate(x, scale=None, shift=None, *, weight=None, eps=1e-6, scale_offset=1.0, weight_offset=0.0,
+                            out_dtype=None):  # fmt: skip
+    kind = torch.promote_types(x.dtype, weight.dtype) if weight is not None else x.dtype
+    gain = None if weight is None else weight.to(kind) + weight_offset
+    y = F.rms_norm(x.to(kind), (x.shape[-1],), gain, eps)
+    y = y if scale is None else y * (scale_offset + rows_of(scale, x.shape[1]))
+    y = y if shift is None else y + rows_of(shift, x.shape[1])
+    return y.to(out_dtype or y.dtype)
+
+
 def eager_gate_residual(x, y, gate=None, *, gate_table=None, out_dtype=None):
     factor = _sum(gate, gate_table, x.shape[1])
     out = x + (y if factor is None else y * factor)
