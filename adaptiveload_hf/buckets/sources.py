@@ -38,13 +38,17 @@ def load_latent_folder(folder: str | Path, *, latent_normalized: bool | None = N
     """
     _check_normalized(latent_normalized)
     root = Path(folder)
-    names = sorted(
-        file.relative_to(root).as_posix()
-        for pattern in ("*.safetensors", "*.pt")
-        for file in root.rglob(pattern)
-        if not file.name.startswith(".")
-    )
     problems: list[str] = []
+
+    def note(error: OSError) -> None:
+        problems.append(f"{error.filename}: {error.strerror}")
+
+    names = sorted(
+        Path(parent, name).relative_to(root).as_posix() if parent != str(root) else name
+        for parent, _, files in os.walk(root, onerror=note)
+        for name in files
+        if name.endswith((".safetensors", ".pt")) and not name.startswith(".")
+    )
     places, varlen = _find_samples(root, names, problems)
     places = keep_one_kind(places, problems)
     if not places:

@@ -1,8 +1,10 @@
-"""BucketDataLoader over folders and tar shards of latents: workers of any kind, exact resume, another dataset."""
+"""BucketDataLoader over folders and tar shards of latents: workers of any kind, exact resume, the page's examples."""
 
 import multiprocessing
 import os
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from accelerate import Accelerator
 from support.accelerators import fresh_accelerate
 from support.bucketed import CountedConfig
 from support.caches import latent, sample_members, save_musubi, save_shard
+from support.prepared import save_config
 
 from adaptiveload_hf.buckets.sampler import BucketDataLoader
 from adaptiveload_hf.buckets.sources import load_latent_folder, load_tar_shards
@@ -114,3 +117,27 @@ def test_no_file_of_latents_stays_open(dataset):
     dataset.__getitems__([0, 3, 5])
     opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
     assert [path for path in opened if path.endswith((".tar", ".safetensors"))] == []
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "data.md"
+
+
+def test_the_code_on_the_page_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder_source(Path("cache"))
+    tar_source(Path("shards"))
+    save_config("config", ["1x4x6", "3x4x6", "5x32x32"])
+    folder, shards, own = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    with fresh_accelerate():
+        names = run_block(folder)
+        assert names["batch"]["prompt_embeds"].shape[1:] == (512, 8) and names["problems"] == []
+    with fresh_accelerate():
+        assert len(run_block(shards)["dataset"]) == len(FRAMES)
+    with fresh_accelerate():
+        assert "number" in next(iter(run_block(own)["loader"]))
+
+
+def run_block(block):
+    names = {}
+    exec(block, names)
+    return names

@@ -198,7 +198,6 @@ def stored(**tensors):
             stored(latent=latent(), clip=torch.zeros(2)),
             "clip float32; not used with the 2 that have latent of 4 channels bfloat16",
         ),
-        (lambda path: path.mkdir(), "Is a directory"),
         (lambda path: path.symlink_to("nowhere"), "No such file or directory"),
         (lambda path: path.write_bytes(b"\x02" + bytes(7) + b"[]"), "not a whole safetensors file"),
         (lambda path: path.write_bytes(b"\xff" * 8 + b"{}"), "not a whole safetensors file"),
@@ -242,6 +241,8 @@ def test_a_name_that_is_not_utf8_is_named(tmp_path):
 def test_a_folder_without_latents_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"in \*.safetensors or \*.pt files in .* but found none\."):
         load_latent_folder(tmp_path, latent_normalized=True)
+    with pytest.raises(UserError, match=r"found none; .*absent: No such file or directory"):
+        load_latent_folder(tmp_path / "absent", latent_normalized=True)
     (tmp_path / "a.safetensors").write_bytes(b"")
     with pytest.raises(UserError, match=r"found none; a.safetensors: 0 bytes that are not"):
         load_latent_folder(tmp_path, latent_normalized=True)
