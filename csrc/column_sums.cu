@@ -1,79 +1,100 @@
 // The second, small kernel of a backward pass: adds the chunks' partial sums, always in the same order.
 //
-// A block owns 32 columns; its eight warps each add every eighth chunk, then warp 0 adds the eight. Without sums over
-// segments each segment has its own blocks; with them a block walks through all segments.
+// A block owns 32 columns of one segment, or of the totals over all segments. Its 32 warps each add every 32nd chunk,
+// a lane a column; then warp w adds the 32 sums of column w.
 #include "column_sums.cuh"
 
+#include "launch.cuh"
 #include "pack.cuh"
 
 namespace adaptiveload {
 namespace {
 
 constexpr int kColumns = 32;
-constexpr int kSlices = 8;
+constexpr int kSlices = 32;
+constexpr int kUnroll = 4;  // chunks whose loads wait together
 
+// Sums over the chunks from `first` to `last` that are this warp's: P, Q, G, and m * P and m * Q if `affine`.
 template <int K>
-__global__ void __launch_bounds__(kColumns* kSlices) column_sums(const ColumnSums p, const bool over_segments) {
-  __shared__ float slices[K][kSlices][kColumns];
-  const int lane = threadIdx.x % kColumns, slice = threadIdx.x / kColumns;
-  const int column_blocks = (p.width + kColumns - 1) / kColumns;
-  const int column = static_cast<int>(blockIdx.x % column_blocks) * kColumns + lane;
-  const bool mine = column < p.width;
-  const int64_t first = over_segments ? 0 : blockIdx.x / column_blocks;
-  const int64_t last = over_segments ? p.segments : first + 1;
-  const bool adds = slice == 0 && mine;
-  const float weight = adds ? element(p.weight, 0, 0, column, 1.f) : 0.f;
-  const float bias = adds ? element(p.bias, 0, 0, column, 0.f) : 0.f;
-  const float table = adds ? element(p.scale_table, 0, 0, column, 0.f) : 0.f;
-  float scale_total = 0.f, shift_total = 0.f, weight_total = 0.f, bias_total = 0.f;
-
-  for (int64_t segment = first; segment < last; ++segment) {
-    float sums[K] = {};
-    if (mine) {
-      for (int chunk = slice; chunk < p.chunks; chunk += kSlices) {
-        const float* at = p.partials + (segment * p.chunks + chunk) * K * p.width + column;
+__device__ __forceinline__ void add_slice(const ColumnSums& p, int64_t first, int64_t last, int column, bool affine,
+                                          float (&sums)[K + 2]) {
+  const float table = affine ? element(p.scale_table, 0, 0, column, 0.f) : 0.f;
+#pragma unroll kUnroll
+  for (int64_t chunk = first + threadIdx.x / kColumns; chunk < last; chunk += kSlices) {
+    const float* const at = p.partials + chunk * K * p.width + column;
+    float part[K];
 #pragma unroll
-        for (int k = 0; k < K; ++k) sums[k] += at[k * p.width];
-      }
+    for (int k = 0; k < K; ++k) {
+      part[k] = at[k * p.width];
+      sums[k] += part[k];
     }
-#pragma unroll
-    for (int k = 0; k < K; ++k) slices[k][slice][lane] = sums[k];
-    __syncthreads();
-    if (adds) {
-#pragma unroll
-      for (int k = 0; k < K; ++k) {
-        for (int s = 1; s < kSlices; ++s) sums[k] += slices[k][s][lane];
-      }
-      const int64_t batch = segment / p.rows, row = segment % p.rows;
-      const float shift = K == 2 ? sums[K - 1] : 0.f;
-      const float scale = sums[0] * weight + shift * bias;
-      if (p.dscale.data != nullptr) set_element(p.dscale, batch, row, column, scale);
-      if (p.dshift.data != nullptr) set_element(p.dshift, batch, row, column, shift);
-      const float m = p.modulated ? 1.f : 1.f + element(p.scale, batch, row, column, 0.f) + table;
-      scale_total += scale;
-      shift_total += shift;
-      weight_total += m * sums[0];
-      bias_total += m * shift;
+    if (!affine) continue;
+    float m = 1.f;
+    if (!p.modulated) {
+      const int64_t segment = chunk / p.chunks;
+      m = p.scale_offset + table + element(p.scale, segment / p.rows, segment % p.rows, column, 0.f);
     }
-    __syncthreads();
+    sums[K] += m * part[0];
+    if (K > 1) sums[K + 1] += m * part[K > 1];
   }
-  if (!adds) return;
-  if (p.dscale_table != nullptr) p.dscale_table[column] = scale_total;
-  if (p.dshift_table != nullptr) p.dshift_table[column] = shift_total;
-  if (p.dweight != nullptr) p.dweight[column] = weight_total;
-  if (p.dbias != nullptr) p.dbias[column] = bias_total;
+}
+
+// Block (column block, segment); the one after the last segment makes the totals.
+template <int K>
+__global__ void __launch_bounds__(kColumns* kSlices) column_sums(const ColumnSums p, const int64_t first_segment) {
+  __shared__ float slices[K + 2][kSlices][kColumns + 1];
+  const int lane = threadIdx.x % kColumns, warp = threadIdx.x / kColumns;
+  const int column_blocks = (p.width + kColumns - 1) / kColumns;
+  const int first_column = static_cast<int>(blockIdx.x % column_blocks) * kColumns;
+  const int64_t segment = first_segment + blockIdx.x / column_blocks;
+  const bool total = segment == p.segments;
+  const bool affine = total && (p.dweight != nullptr || p.dbias != nullptr);
+  float sums[K + 2] = {};
+  wait_for_previous_kernel();
+  if (first_column + lane < p.width) {
+    const int64_t first = total ? 0 : segment * p.chunks, last = total ? p.segments * p.chunks : first + p.chunks;
+    add_slice<K>(p, first, last, first_column + lane, affine, sums);
+  }
+#pragma unroll
+  for (int k = 0; k < K + 2; ++k) slices[k][warp][lane] = sums[k];
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < K + 2; ++k) {
+    sums[k] = slices[k][lane][warp];
+#pragma unroll
+    for (int offset = 16; offset >= 1; offset /= 2) sums[k] += __shfl_xor_sync(~0u, sums[k], offset);
+  }
+  const int column = first_column + warp;
+  if (lane != 0 || column >= p.width) return;
+
+  const float shift = K > 1 ? sums[K > 1] : 0.f;
+  const float weight = element(p.weight, 0, 0, column, 1.f) + p.weight_offset;
+  const float scale = sums[0] * weight + shift * element(p.bias, 0, 0, column, 0.f);
+  if (total) {
+    if (p.dscale_table != nullptr) p.dscale_table[column] = scale;
+    if (p.dshift_table != nullptr) p.dshift_table[column] = shift;
+    if (p.dgate_table != nullptr) p.dgate_table[column] = sums[K - 1];
+    if (p.dweight != nullptr) p.dweight[column] = sums[K];
+    if (p.dbias != nullptr) p.dbias[column] = sums[K + 1];
+  } else {
+    const int64_t batch = segment / p.rows, row = segment % p.rows;
+    if (p.dscale.data != nullptr) set_element(p.dscale, batch, row, column, scale);
+    if (p.dshift.data != nullptr) set_element(p.dshift, batch, row, column, shift);
+    if (p.dgate.data != nullptr) set_element(p.dgate, batch, row, column, sums[K - 1]);
+  }
 }
 
 }  // namespace
 
 template <int K>
 cudaError_t add_column_sums(const ColumnSums& p, cudaStream_t stream) {
-  const bool over_segments = p.dscale_table || p.dshift_table || p.dweight || p.dbias;
+  const bool each = p.dscale.data != nullptr || p.dshift.data != nullptr || p.dgate.data != nullptr;
+  const bool total = p.dscale_table || p.dshift_table || p.dgate_table || p.dweight || p.dbias;
+  const int64_t first_segment = each ? 0 : p.segments;
   const int64_t column_blocks = (p.width + kColumns - 1) / kColumns;
-  const int64_t blocks = column_blocks * (over_segments ? 1 : p.segments);
+  const int64_t blocks = column_blocks * (p.segments - first_segment + total);
   if (blocks == 0) return cudaSuccess;
-  column_sums<K><<<static_cast<unsigned>(blocks), kColumns * kSlices, 0, stream>>>(p, over_segments);
-  return cudaGetLastError();
+  return launch_early(column_sums<K>, static_cast<unsigned>(blocks), kColumns * kSlices, 0, stream, p, first_segment);
 }
 
 cudaError_t check_device() {
@@ -85,5 +106,6 @@ cudaError_t check_device() {
 
 template cudaError_t add_column_sums<1>(const ColumnSums& p, cudaStream_t stream);
 template cudaError_t add_column_sums<2>(const ColumnSums& p, cudaStream_t stream);
+template cudaError_t add_column_sums<3>(const ColumnSums& p, cudaStream_t stream);
 
 }  // namespace adaptiveload

@@ -262,8 +262,8 @@ cudaError_t gate_residual_backward(const GateBackward& p, cudaStream_t stream) {
   totals.rows = per_token ? 1 : p.shape.rows;
   totals.chunks = empty ? 0 : grid.segments.chunks;
   totals.width = static_cast<int>(p.shape.width);
-  if (!per_token) totals.dscale = p.dgate;
-  totals.dscale_table = p.dgate_table;
+  if (!per_token) totals.dgate = p.dgate;
+  totals.dgate_table = p.dgate_table;
   return add_column_sums<1>(totals, stream);
 }
 

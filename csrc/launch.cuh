@@ -1,0 +1,45 @@
+// How does a kernel start while the one before it on the stream still ends?
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <utility>
+
+namespace adaptiveload {
+
+// What the previous kernel wrote may be read after this only.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Blocks of a kernel launched with launch_early may come to a multiprocessor once every block here has said this.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Launches a kernel that begins with wait_for_previous_kernel(), on Hopper and later before the previous one has ended.
+// Code built for older GPUs does not wait, also where it runs on a newer one, and is launched as usual.
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_early(void (*kernel)(Parameters...), unsigned blocks, int threads, int shared_bytes,
+                         cudaStream_t stream, Arguments&&... arguments) {
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = blocks;
+  config.blockDim = static_cast<unsigned>(threads);
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = attributes.ptxVersion >= 90 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+}
+
+}  // namespace adaptiveload
