@@ -29,7 +29,7 @@ _DTYPES = {
     "BOOL": "bool",
 }
 # musubi-tuner's keys: [varlen_]NAME[_FxHxW or _HxW][_DTYPE].
-_KEY = re.compile(rf"(varlen_)?(?P<name>.+?)(_(?P<size>(\d+x)?\d+x\d+))?(_({'|'.join(_DTYPES.values())}))?")
+_KEY = re.compile(rf"(varlen_)?(?P<name>.+?)(_(?P<size>(\d+x)?\d+x\d+))?(_({'|'.join(_DTYPES.values())}))?", re.DOTALL)
 
 
 class StoredTensor(NamedTuple):
@@ -59,17 +59,16 @@ def read_header(stream: BinaryIO, start: int, size: int) -> tuple[dict[str, Stor
     """
     stream.seek(start)
     length = int.from_bytes(stream.read(8), "little")
-    header = stream.read(length) if 8 + length <= size else b""
+    # A header over 100 MB is not one that safetensors itself would read.
+    header = stream.read(length) if 8 + length <= min(size, 100_000_000) else b""
     try:
         entries = json.loads(header)
-        metadata = entries.pop("__metadata__", {})
-        places = {
-            key: (entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"]) for key, entry in entries.items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError):
+        metadata = {str(key): str(value) for key, value in entries.pop("__metadata__", {}).items()}
+        places = {key: _place(entry) for key, entry in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{size} bytes that are not a whole safetensors file. Write it again or remove it.") from None
     data = start + 8 + length
-    expected = 8 + length + max((place[3] for place in places.values()), default=0)
+    expected = 8 + length + max((end for *_, end in places.values()), default=0)
     if expected != size:
         raise UserError(f"should have {expected} bytes, but has {size}. Write it again or remove it.")
     tensors = {}
@@ -81,6 +80,14 @@ def read_header(stream: BinaryIO, start: int, size: int) -> tuple[dict[str, Stor
             raise UserError(f"tensor {key!r} of {kind} {shape} has {end - begin} bytes. Write the file again.")
         tensors[key] = StoredTensor(shape, dtype, data + begin, data + end, key.startswith("varlen_"))
     return tensors, metadata
+
+
+def _place(entry: dict) -> tuple[str, tuple[int, ...], int, int]:
+    """dtype, shape and bytes of a header's entry; a ValueError if they cannot be these."""
+    shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+    if not all(type(number) is int and 0 <= number < 1 << 31 for number in shape) or not 0 <= begin <= end:
+        raise ValueError(entry)
+    return str(entry["dtype"]), shape, begin, end
 
 
 def name_tensors(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -166,4 +173,4 @@ def load_pt_latent(path: str | Path) -> torch.Tensor:
     if not isinstance(latent, torch.Tensor) or not latent.is_floating_point():
         found = sorted(map(str, stored)) if isinstance(stored, dict) else type(stored).__name__
         raise UserError(f"expected a latent, or a dict with one under 'latents', but found {found}.")
-    return latent.reshape(latent_shape(tuple(latent.shape), "latents", None))
+    return latent.detach().reshape(latent_shape(tuple(latent.shape), "latents", None))

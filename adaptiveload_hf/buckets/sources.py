@@ -36,7 +36,7 @@ def load_latent_folder(folder: str | Path, *, latent_normalized: bool | None = N
     Raises:
         UserError: nothing usable there, or an argument that must be given.
     """
-    _check_normalized(latent_normalized)
+    _check_options(latent_normalized, prompt_length)
     root = Path(folder)
     problems: list[str] = []
 
@@ -84,7 +84,7 @@ def load_tar_shards(
     Raises:
         UserError: nothing usable there, or an argument that must be given.
     """
-    _check_normalized(latent_normalized)
+    _check_options(latent_normalized, prompt_length)
     if isinstance(shards, str | Path) and Path(shards).is_dir():
         files = sorted(file for file in Path(shards).rglob("*.tar") if not file.name.startswith("."))
     else:
@@ -100,13 +100,15 @@ def load_tar_shards(
     return _with_tensors(dataset, root, latent_normalized, prompt_length, varlen=False), problems
 
 
-def _check_normalized(latent_normalized) -> None:
+def _check_options(latent_normalized, prompt_length) -> None:
     if not isinstance(latent_normalized, bool):
         raise UserError(
             f"latent_normalized must be True or False, but is {latent_normalized!r}. Caches do not say whether their "
             "latents are (raw - mean) / std already: those of musubi-tuner and SimpleTuner for Wan are, plain outputs "
             "of a VAE are not, and a model trained on the wrong ones learns noise. Say which these are."
         )
+    if prompt_length is not None and (type(prompt_length) is not int or prompt_length < 1):
+        raise UserError(f"prompt_length is a number of rows such as 512, or None, but found {prompt_length!r}.")
 
 
 def _with_tensors(dataset, root: Path, latent_normalized: bool, prompt_length: int | None, varlen: bool):

@@ -111,6 +111,20 @@ class Trap:
         return (open, ("trapped", "w"))
 
 
+@pytest.mark.parametrize("damaged", [b"", b"PK\x03\x04", b"\x1f\x8b", b"\x1f\x8bzip", "half", "other"])
+def test_a_damaged_file_of_simpletuner_is_named(tmp_path, damaged):
+    torch.save({"latents": latent(3).requires_grad_()}, tmp_path / "good.pt")
+    if damaged == "other":
+        torch.save({"prompt_embeds": torch.zeros(3, 8)}, tmp_path / "bad.pt")
+    else:
+        content = (tmp_path / "good.pt").read_bytes()
+        (tmp_path / "bad.pt").write_bytes(content[: len(content) // 2] if damaged == "half" else damaged)
+    dataset, problems = load_latent_folder(tmp_path, latent_normalized=True)
+    assert batch_of(dataset, 0)["latent"].shape == (1, 4, 3, 4, 6)
+    said = "is no whole file of torch.save" if damaged != "other" else "but found ['prompt_embeds']"
+    assert len(problems) == 1 and problems[0].startswith("bad.pt: ") and said in problems[0]
+
+
 def test_code_in_a_pickle_does_not_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save(latent(), "good.pt")
@@ -136,6 +150,8 @@ def test_captions_of_their_own_length_need_one_length(tmp_path):
         load_latent_folder(tmp_path, latent_normalized=True)
     with pytest.raises(UserError, match="has 3 rows, more than prompt_length=2"):
         load_latent_folder(tmp_path, latent_normalized=True, prompt_length=2)
+    with pytest.raises(UserError, match="is a number of rows such as 512, or None, but found -1"):
+        load_latent_folder(tmp_path, latent_normalized=True, prompt_length=-1)
 
 
 def test_plain_captions_of_one_length_need_nothing_more(tmp_path):
@@ -177,6 +193,10 @@ def stored(**tensors):
     return lambda path: save_file(tensors, path)
 
 
+def header(content):
+    return lambda path: path.write_bytes(len(content).to_bytes(8, "little") + content + bytes(384))
+
+
 @pytest.mark.parametrize(
     ("write", "said"),
     [
@@ -201,6 +221,11 @@ def stored(**tensors):
         (lambda path: path.symlink_to("nowhere"), "No such file or directory"),
         (lambda path: path.write_bytes(b"\x02" + bytes(7) + b"[]"), "not a whole safetensors file"),
         (lambda path: path.write_bytes(b"\xff" * 8 + b"{}"), "not a whole safetensors file"),
+        (header(b"[" * 100_000), "not a whole safetensors file"),
+        (header(b'{"latent": {"dtype": "BF16", "shape": [4, -2, -4, 6], "data_offsets": [0, 384]}}'), "not a whole"),
+        (header(b'{"latent": {"dtype": "BF16", "shape": [4, 2, 4, 6], "data_offsets": [-384, 0]}}'), "not a whole"),
+        (header(b'{"latent": {"dtype": "BF16", "shape": [4, 2, 4, 5], "data_offsets": [0, 384]}}'), "has 384 bytes"),
+        (stored(**{"a\nb": torch.zeros(2)}), "'a\\nb' must be [C, F, H, W]"),
     ],
 )
 def test_what_is_no_sample_like_the_others_is_named(tmp_path, write, said):
