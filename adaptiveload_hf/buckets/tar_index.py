@@ -65,8 +65,12 @@ def _write_index(index: Path, stamp: list, root: Path, names: list[str]) -> list
     problems: list[str] = []
     places: list[Place] = []
     quiet = os.environ.get("LOCAL_RANK", "0") != "0"
-    for name in tqdm(names, desc="Reading shards", unit="shard", disable=quiet, leave=False):
-        places += _read_shard(root, name, problems)
+    for position, name in enumerate(tqdm(names, desc="Reading shards", unit="shard", disable=quiet, leave=False)):
+        try:
+            places += _read_shard(root, name, problems)
+        except OSError as error:
+            problems.append(f"{name}: {error.strerror}")
+            stamp[position] = None  # the shard may be readable next time, with the same size and time
     table = make_table(keep_one_kind(places, problems))
     noted = {"format_version": _FORMAT_VERSION, "shards": stamp, "problems": problems}
     table = table.replace_schema_metadata({"adaptiveload": json.dumps(noted)})
@@ -107,9 +111,7 @@ def _read_shard(root: Path, name: str, problems: list[str]) -> list[Place]:
             return [place for key, parts in members.items() if (place := _sample(stream, name, key, parts, problems))]
     except UnicodeEncodeError:
         problems.append(f"{name!a}: the name is not UTF-8")
-    except OSError as error:
-        problems.append(f"{name}: {error.strerror}")
-    return []
+        return []
 
 
 def _files(stream: BinaryIO, name: str, problems: list[str]) -> Iterator[tarfile.TarInfo]:

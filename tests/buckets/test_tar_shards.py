@@ -196,6 +196,23 @@ def test_the_index_is_built_once_and_again_when_a_shard_changes(tmp_path):
     assert len(load(shard)[0]) == 5 and len(load(tmp_path)[0]) == 6 and index.stat().st_ino == written
 
 
+def test_a_shard_that_could_not_be_read_is_tried_again(tmp_path, monkeypatch):
+    shard_of(tmp_path / "0.tar", "a")
+    shard_of(tmp_path / "1.tar", "b")
+
+    def refuse(path, *arguments, whole=open, **options):
+        if str(path).endswith("1.tar"):
+            raise OSError(5, "Input/output error")
+        return whole(path, *arguments, **options)
+
+    monkeypatch.setattr("builtins.open", refuse)
+    dataset, problems = load(tmp_path)
+    assert names(dataset) == ["0.tar/a"] and problems == ["1.tar: Input/output error"]
+    monkeypatch.undo()
+    dataset, problems = load(tmp_path)
+    assert names(dataset) == ["0.tar/a", "1.tar/b"] and problems == []
+
+
 @pytest.mark.parametrize("content", ["cut", b"", b"no index", "foreign"])
 def test_an_index_that_is_damaged_or_foreign_is_written_anew(tmp_path, content):
     shard_of(tmp_path / "0.tar", "a", "b")
