@@ -146,9 +146,14 @@ def gradients_of(ctx, name: str, count: int, needs: int, *args) -> list[Tensor |
     if torch.is_grad_enabled():
         found = iter(getattr(gradients, name)(*args, needs))
     else:
-        op = f"{name}_backward" if not ctx.in_triton else triton_twin(f"{name}_backward")
-        found = iter(_below_autograd(getattr(_NAMESPACE, op).default, *args, needs))
+        found = iter(_below_autograd(_backward_op(name, ctx.in_triton), *args, needs))
     return [next(found) if needs >> bit & 1 else None for bit in range(count)]
+
+
+@functools.cache
+def _backward_op(name: str, in_triton: bool):
+    op = f"{name}_backward"
+    return getattr(_NAMESPACE, triton_twin(op) if in_triton else op).default
 
 
 def empty_gradients(like: Tensor, needs: int, *kinds) -> list[Tensor]:
