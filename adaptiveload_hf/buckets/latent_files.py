@@ -63,7 +63,8 @@ def read_header(stream: BinaryIO, start: int, size: int) -> tuple[dict[str, Stor
     header = stream.read(length) if 8 + length <= min(size, 100_000_000) else b""
     try:
         entries = json.loads(header)
-        metadata = {str(key): str(value) for key, value in entries.pop("__metadata__", {}).items()}
+        # Half characters, which json can name, have no place in Arrow: a ValueError.
+        metadata = {key: str(value).encode().decode() for key, value in entries.pop("__metadata__", {}).items()}
         places = {key: _place(entry) for key, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{size} bytes that are not a whole safetensors file. Write it again or remove it.") from None
@@ -153,10 +154,11 @@ def latent_shape(stored: tuple[int, ...], key: str, size: str | None) -> tuple[i
     return shape
 
 
-def load_pt_latent(path: str | Path) -> torch.Tensor:
+def load_pt_latent(path: str | Path) -> tuple[StoredTensor, torch.Tensor]:
     """The latent [C, F, H, W] in a file that SimpleTuner wrote with torch.save, compressed or not.
 
-    Uncompressed ones are mapped, so that a shape costs no reading. No code in the file can run (weights_only).
+    Uncompressed ones are mapped, so that a shape costs no reading. No code in the file can run (weights_only). Where
+    in the file its bytes lie is not known: start and end are 0.
 
     Raises:
         UserError: another content. The message does not name the file.
@@ -173,4 +175,6 @@ def load_pt_latent(path: str | Path) -> torch.Tensor:
     if not isinstance(latent, torch.Tensor) or not latent.is_floating_point():
         found = sorted(map(str, stored)) if isinstance(stored, dict) else type(stored).__name__
         raise UserError(f"expected a latent, or a dict with one under 'latents', but found {found}.")
-    return latent.detach().reshape(latent_shape(tuple(latent.shape), "latents", None))
+    shape = latent_shape(tuple(latent.shape), "latents", None)
+    dtype = str(latent.dtype).removeprefix("torch.")
+    return StoredTensor(shape, dtype, 0, 0, varlen=False), latent.detach().reshape(shape)

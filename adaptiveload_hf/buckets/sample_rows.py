@@ -117,8 +117,7 @@ class ReadSamples:
 
 def _read_tensors(path: Path, start: int, size: int, naming) -> dict[str, tuple[StoredTensor, bytes]]:
     if path.suffix == ".pt":
-        latent = load_pt_latent(path)
-        place = StoredTensor(tuple(latent.shape), str(latent.dtype).removeprefix("torch."), 0, 0, False)
+        place, latent = load_pt_latent(path)
         return {"latent": (place, latent.contiguous().view(torch.uint8).numpy().tobytes())}
     tensors = {}
     with open(path, "rb") as stream:

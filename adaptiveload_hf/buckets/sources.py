@@ -133,7 +133,7 @@ def _find_samples(root: Path, names: list[str], problems: list[str]) -> tuple[li
         try:
             name.encode()  # Arrow holds UTF-8 only
             if name.endswith(".pt"):
-                found = _pt_sample(root, name)
+                found = (name, {"latent": load_pt_latent(root / name)[0]}, {}, (root / name).stat().st_size)
             else:
                 tensors, metadata, size = _read_file(root / name)
                 if name.endswith(_TEXT) and "caption1" in metadata:
@@ -154,7 +154,8 @@ def _find_samples(root: Path, names: list[str], problems: list[str]) -> tuple[li
         values = {"caption": caption, "path": name, "size": size, "text_path": text_path if text else None}
         places.append(make_place(name, tensors["latent"], others, **values))
     problems += [f"{name}: no latents belong to it" for name in texts if name not in used]
-    varlen = any(tensors["prompt_embeds"].varlen for tensors, _ in texts.values() if "prompt_embeds" in tensors)
+    used_texts = [texts[name][0] for name in used & texts.keys()]
+    varlen = any(tensors["prompt_embeds"].varlen for tensors in used_texts if "prompt_embeds" in tensors)
     return places, varlen
 
 
@@ -162,12 +163,6 @@ def _read_file(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str], int
     with open(path, "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         return *read_header(stream, 0, size), size
-
-
-def _pt_sample(root: Path, name: str) -> tuple[str, dict[str, StoredTensor], dict[str, str], int]:
-    latent = load_pt_latent(root / name)
-    tensor = StoredTensor(tuple(latent.shape), str(latent.dtype).removeprefix("torch."), 0, 0, False)
-    return name, {"latent": tensor}, {}, (root / name).stat().st_size
 
 
 def _text_file(name: str, metadata: dict[str, str]) -> str:

@@ -148,6 +148,9 @@ def test_captions_of_their_own_length_need_one_length(tmp_path):
         save_musubi(tmp_path, key, latent(), torch.randn(3, 8))
     with pytest.raises(UserError, match=r"own lengths, 3 to 3 rows.*512 for Wan"):
         load_latent_folder(tmp_path, latent_normalized=True)
+    save_musubi(tmp_path / "other", "a", latent())
+    (tmp_path / "a_wan_te.safetensors").rename(tmp_path / "other" / "b_wan_te.safetensors")
+    assert len(load_latent_folder(tmp_path / "other", latent_normalized=True)[0]) == 1
     with pytest.raises(UserError, match="has 3 rows, more than prompt_length=2"):
         load_latent_folder(tmp_path, latent_normalized=True, prompt_length=2)
     with pytest.raises(UserError, match="is a number of rows such as 512, or None, but found -1"):
@@ -225,6 +228,7 @@ def header(content):
         (header(b'{"latent": {"dtype": "BF16", "shape": [4, -2, -4, 6], "data_offsets": [0, 384]}}'), "not a whole"),
         (header(b'{"latent": {"dtype": "BF16", "shape": [4, 2, 4, 6], "data_offsets": [-384, 0]}}'), "not a whole"),
         (header(b'{"latent": {"dtype": "BF16", "shape": [4, 2, 4, 5], "data_offsets": [0, 384]}}'), "has 384 bytes"),
+        (header(b'{"__metadata__": {"caption1": "\\ud800"}}'), "not a whole safetensors file"),
         (stored(**{"a\nb": torch.zeros(2)}), "'a\\nb' must be [C, F, H, W]"),
     ],
 )
