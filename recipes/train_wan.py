@@ -96,6 +96,8 @@ def train(accelerator, args):
         memory_limit_gib=args.memory_limit_gib,
         allow_extrapolation=args.allow_extrapolation,
     )
+    if checkpoint is not None:
+        loader.load_checkpoint(checkpoint)  # other ranks or another plan leave another number of steps
     total_steps = args.max_train_steps or loader.num_update_steps(args.num_train_epochs)
     model, optimizer, scheduler = prepare_training(accelerator, args, total_steps)
     if checkpoint is not None:

@@ -32,11 +32,13 @@ def check_run(schedule: EpochSchedule, accelerator=None) -> None:
     Raises:
         UserError: they differ.
     """
-    if accelerator is None and not is_initialized():
+    if accelerator is not None:
+        found = (data_rank_and_size(accelerator)[1], accelerator.gradient_accumulation_steps)
+    elif is_initialized():
+        found = (data_rank_and_size(AcceleratorState())[1], GradientState().num_steps)
+    else:
         return
     wanted = (schedule.world_size, schedule.gradient_accumulation_steps)
-    world_size = data_rank_and_size(accelerator or AcceleratorState())[1]
-    found = (world_size, GradientState().num_steps)
     if found != wanted:
         raise UserError(
             f"The schedule was made for {wanted[0]} data ranks and {wanted[1]} gradient_accumulation_steps, "

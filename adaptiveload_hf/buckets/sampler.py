@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from pickle import UnpicklingError
 
 import numpy as np
 import torch
@@ -213,6 +215,7 @@ class BucketDataLoader(DataLoaderStateMixin):
         self._compare_ranks()
         # Weakly: in a reference cycle the garbage collector would close the workers' queues before the workers are
         # told to stop, and dropping a loader would take 5 seconds a worker.
+        self._file = f"custom_checkpoint_{len(accelerator._custom_objects)}.pkl"
         accelerator.register_for_checkpointing(weakref.proxy(self))
 
     @property
@@ -266,7 +269,9 @@ class BucketDataLoader(DataLoaderStateMixin):
                 yield self._hand_out(batch)
         finally:
             self.end()
-        self._leave_finished_epoch()
+            # Here, so that it is done too where the loop is left by a break at the last batch.
+            if visit == self._visit:
+                self._leave_finished_epoch()
 
     def _hand_out(self, batch) -> dict:
         if isinstance(batch, Failure):
@@ -334,6 +339,22 @@ class BucketDataLoader(DataLoaderStateMixin):
             "segments": segments,
         }
         return sealed(state)
+
+    def load_checkpoint(self, folder: str | Path) -> None:
+        """Goes to where `accelerator.save_state(folder)` was called, before load_state is: to ask num_update_steps.
+
+        A learning-rate schedule is made before load_state, but how long it is follows from what is left to train.
+
+        Raises:
+            UserError: no such checkpoint, or a damaged one; or what `load_state_dict` refuses.
+        """
+        file = Path(folder, self._file)
+        try:
+            state = torch.load(file, weights_only=True)
+        except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"Expected a loader's state in {file}: {reason}. Use another checkpoint.") from None
+        self.load_state_dict(state)
 
     def load_state_dict(self, state: dict) -> None:
         """Goes to where a `state_dict` was taken, under any W, K, plan and balance.

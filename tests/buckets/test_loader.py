@@ -79,8 +79,10 @@ def test_the_epoch_advances_by_itself_and_an_equal_set_epoch_does_nothing():
 def test_leaving_the_loop_at_the_last_batch_still_ends_the_epoch():
     loader = make()
     for batch in loader:
+        assert loader.epoch == 0
         if batch["micro_step"] == len(loader) - 1:
             break
+    assert loader.epoch == 1
     assert next(iter(loader))["micro_step"] == 0
     assert loader.epoch == 1
 

@@ -175,28 +175,6 @@ def test_after_a_resume_accelerate_counts_from_an_optimizer_step_boundary(tmp_pa
     assert pattern == [False, False, False, True] * (len(pattern) // 4)
 
 
-def test_a_ledger_of_twenty_interruptions_and_plan_changes_over_three_epochs_balances():
-    random = np.random.default_rng(0)
-    seen = {}
-    state, planned = None, []
-    for attempt in range(20):
-        loader = make(
-            accumulation=int(random.integers(1, 4)),
-            batch_sizes={"1x4x6": int(random.integers(1, 9)), "2x4x8": int(random.integers(1, 5))},
-            balance=str(random.choice(["none", "step", "window:2", "auto"])),
-        )
-        if state is not None:
-            loader.load_state_dict(state)
-        planned.append(loader.num_update_steps(3) - loader.global_step)
-        steps = int(random.integers(1, 5)) if attempt < 19 else max(1, planned[-1])
-        for numbers, weight, _, epoch in train(loader, min(steps, planned[-1])) if planned[-1] > 0 else []:
-            if weight > 0:
-                seen.setdefault(epoch, []).extend(numbers)
-        state = copy.deepcopy(loader.state_dict())
-    assert state["epoch"] == 3
-    assert {epoch: sorted(found) for epoch, found in seen.items()} == {e: list(range(SAMPLES)) for e in range(3)}
-
-
 def test_another_dataset_is_refused_by_name():
     loader = make()
     train(loader, 3)

@@ -66,11 +66,18 @@ def test_under_the_same_setting_the_rest_of_the_same_order_follows(setting, upda
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.tuples(SETTINGS, st.integers(1, 4)), min_size=2, max_size=5))
-def test_through_any_chain_of_settings_nothing_is_lost_and_nothing_seen_twice(chain):
+@given(
+    st.lists(st.tuples(SETTINGS, st.integers(1, 4)), min_size=2, max_size=20),
+    st.sampled_from([None, 0.5, 2.5]),
+    st.integers(0, 9),
+)
+def test_through_any_chain_of_settings_nothing_is_lost_and_nothing_seen_twice(chain, most_repeats, epoch):
+    repeats = None if most_repeats is None else np.random.default_rng(epoch).uniform(0.3, most_repeats, sum(COUNTS))
+    options = {"repeats": repeats, "epoch": epoch, "seed": epoch + 1}
+    due = chain[0][0].schedule(**options).unseen()
     segments, ledger = [], []
     for setting, update_steps in chain:
-        schedule = setting.schedule(segments)
+        schedule = setting.schedule(segments, **options)
         assert len(schedule.bucket) % (schedule.world_size * schedule.gradient_accumulation_steps) == 0
         part = setting.segment(schedule, update_steps)
         ledger.extend(trained(schedule, part["micro_steps"]))
@@ -82,8 +89,9 @@ def test_through_any_chain_of_settings_nothing_is_lost_and_nothing_seen_twice(ch
         if part["micro_steps"] == schedule.num_micro_steps:
             break
     else:
-        ledger.extend(chain[-1][0].schedule(segments).unseen())
-    assert sorted(ledger) == list(range(sum(COUNTS)))
+        ledger.extend(chain[-1][0].schedule(segments, **options).unseen())
+    assert sorted(ledger) == sorted(due)
+    assert repeats is not None or sorted(ledger) == list(range(sum(COUNTS)))
 
 
 def test_repeated_samples_are_resumed_as_often_as_they_are_due():

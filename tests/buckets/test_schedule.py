@@ -1,5 +1,7 @@
 """What must hold for every schedule: nothing lost, nothing twice, equal work for all ranks, exact loss weights."""
 
+import subprocess
+import sys
 import time
 from itertools import pairwise
 from typing import NamedTuple
@@ -223,6 +225,51 @@ def test_whole_repeats_are_exact():
     repeats = np.array([0, 1, 2, 3] * 10, dtype=float)
     found = np.bincount(seen(Job((30, 10), (4, 2), 2, 1).schedule(repeats=repeats)), minlength=40)
     assert found.tolist() == repeats.tolist()
+
+
+EDGES = {
+    "one bucket and a batch size beyond it": (Job((37,), (10**9,), 3, 2), None, {6, 7}),
+    "as many samples as ranks and micro-steps": (Job((5, 4, 3), (10**9, 2, 1), 4, 3), None, {1}),
+    "buckets without samples": (Job((0, 20, 0, 8, 0), (4, 3, 2, 1, 1), 2, 1), None, {1, 3, 2}),
+    "every other sample left out": (Job((40, 20), (4, 2), 2, 2), 0.5, {1, 2, 3, 4}),
+    "one rank and no accumulation": (Job((9, 2), (4, 4), 1, 1), None, {3, 2}),
+    "one sample": (Job((1,), (64,), 1, 1), None, {1}),
+    "a last window of one step": (Job((50,), (1,), 2, 1), None, {1}),
+}
+
+
+@pytest.mark.parametrize("balance", BALANCES)
+@pytest.mark.parametrize("edge", EDGES)
+def test_edges_are_dealt_whole(edge, balance):
+    job, repeat, sizes = EDGES[edge]
+    samples = sum(job.counts)
+    repeats = None if repeat is None else np.full(samples, repeat)
+    schedule = job.schedule(balance=balance, repeats=repeats)
+    assert set(schedule.sizes.tolist()) <= sizes
+    found = np.bincount(seen(schedule), minlength=samples)
+    assert found.max() == 1 and found.sum() == (samples if repeat is None else round(samples * repeat))
+    assert len(schedule.bucket) == schedule.num_update_steps * job.group
+    counted = count_update_steps(mixed_index(job.counts).bucket_of_sample, job.plan, COST, **job.run, repeats=repeats)
+    assert schedule.num_update_steps == counted
+
+
+@pytest.mark.parametrize(
+    ("balance", "digest"),
+    [
+        ("none", "74cabafc676b04daee9f73da5078920c"),
+        ("step", "5f8438366b435746a7493b87c2ef6dcf"),
+        ("window:3", "7ed5f18c77fce6e1557a3c739c8a25cc"),
+    ],
+)
+def test_orders_of_earlier_versions_are_still_made(balance, digest):
+    """A checkpoint inside an epoch can be resumed only as long as this holds: a change here must be on purpose."""
+    repeats = np.linspace(0.5, 1.5, sum(JOB.counts))
+    assert JOB.schedule(seed=3, epoch=2, balance=balance, repeats=repeats).digest == digest
+
+
+def test_schedules_need_no_torch():
+    code = "import sys, adaptiveload_hf.buckets.schedule; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
 def test_too_few_samples_for_an_optimizer_step_are_refused():

@@ -25,26 +25,32 @@ def fresh_accelerate(**environment: str):
         if name.startswith(ours) or name in launched:
             del os.environ[name]
     os.environ.update(environment)
-    _reset()
+    forget_run()
     try:
         yield
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-        _reset()
+        forget_run()
         os.environ.clear()
         os.environ.update(before)
 
 
-def one_rank(**environment: str) -> dict[str, str]:
-    """The environment that a launcher gives to its only process."""
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+        return free.getsockname()[1]
+
+
+def one_rank(**environment: str) -> dict[str, str]:
+    """The environment that a launcher gives to its only process."""
+    port = str(free_port())
     launched = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return {"ACCELERATE_USE_CPU": "true", **launched, **environment}
 
 
-def _reset():
+def forget_run() -> None:
+    """As a new process would begin, but for a process group that is there."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
