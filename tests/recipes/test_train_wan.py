@@ -38,7 +38,7 @@ def setup(tiny_pipeline, tmp_path_factory):
 
 
 def arguments(setup, output_dir, *extra, **changed):
-    """The command line of a run; `changed` replaces a value, `extra` is appended."""
+    """The command line of a run; `changed` replaces a value or, with None, leaves it out; `extra` is appended."""
     values = {
         "pretrained_model_name_or_path": setup.pipeline,
         "dataset": setup.dataset,
@@ -50,7 +50,8 @@ def arguments(setup, output_dir, *extra, **changed):
         "learning_rate": 1e-3,
         **changed,
     }
-    return [str(word) for name, value in values.items() for word in (f"--{name}", value)] + list(map(str, extra))
+    given = {f"--{name}": value for name, value in values.items() if value is not None}
+    return [str(word) for option in given.items() for word in option] + list(map(str, extra))
 
 
 def train_here(setup, output_dir, *extra, **changed):
@@ -188,12 +189,21 @@ def test_the_learning_rate_reaches_its_end_at_the_last_step(setup, tmp_path):
 
 
 def test_an_epoch_is_trained_where_no_number_of_steps_is_given(setup, tmp_path):
-    words = arguments(setup, tmp_path, "--num_train_epochs", 1, "--no_patch", "--from_scratch")
-    position = words.index("--max_train_steps")
-    sys.argv[1:] = words[:position] + words[position + 2 :]
-    with fresh_accelerate(ACCELERATE_USE_CPU="true"):
-        train_wan.main()
-    assert sum(line["samples"] for line in metrics_of(tmp_path)) == sum(COUNTS.values())
+    metrics = train_here(
+        setup, tmp_path, "--num_train_epochs", 1, "--no_patch", "--from_scratch", max_train_steps=None
+    )
+    assert sum(line["samples"] for line in metrics) == sum(COUNTS.values())
+
+
+def test_an_epoch_that_is_resumed_under_another_accumulation_is_trained_to_its_end_and_no_further(setup, tmp_path):
+    linear = ("--lr_scheduler", "linear", "--report_to", "none")
+    train_here(setup, tmp_path, *linear, max_train_steps=3, checkpointing_steps=2)
+    rest = ("--resume_from_checkpoint", "checkpoint-2", "--num_train_epochs", 1)
+    metrics = train_here(setup, tmp_path, *linear, *rest, max_train_steps=None, gradient_accumulation_steps=1)
+    assert {line["epoch"] for line in metrics} == {0}
+    assert sum(line["samples"] for line in metrics) == sum(COUNTS.values())
+    rates = [line["learning_rate"] for line in metrics]
+    assert rates[-1] == 0 and min(rates[:-1]) > 0
 
 
 def test_the_loss_of_a_sample_does_not_depend_on_the_schedule(setup, tmp_path):
