@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from pickle import UnpicklingError
 
 import numpy as np
 import torch
@@ -20,7 +18,7 @@ from .plan import BucketPlan
 from .ranks import check_run, check_scheduler, compare_ranks, data_rank_and_size
 from .schedule import EpochSchedule, count_update_steps, schedule_epoch
 from .shapes import BucketIndex, dataset_fingerprint, read_shapes, shape_counts
-from .state import check_whole, sealed
+from .state import check_whole, read_state, register, sealed
 
 
 class BucketBatchSampler:
@@ -213,10 +211,7 @@ class BucketDataLoader(DataLoaderStateMixin):
         self._visit = 0
         self._begin_epoch(0, (), global_step=0)
         self._compare_ranks()
-        # Weakly: in a reference cycle the garbage collector would close the workers' queues before the workers are
-        # told to stop, and dropping a loader would take 5 seconds a worker.
-        self._file = f"custom_checkpoint_{len(accelerator._custom_objects)}.pkl"
-        accelerator.register_for_checkpointing(weakref.proxy(self))
+        self._registered = register(accelerator, self)
 
     @property
     def epoch(self) -> int:
@@ -348,13 +343,7 @@ class BucketDataLoader(DataLoaderStateMixin):
         Raises:
             UserError: no such checkpoint, or a damaged one; or what `load_state_dict` refuses.
         """
-        file = Path(folder, self._file)
-        try:
-            state = torch.load(file, weights_only=True)
-        except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(f"Expected a loader's state in {file}: {reason}. Use another checkpoint.") from None
-        self.load_state_dict(state)
+        self.load_state_dict(read_state(self.accelerator, self._registered, folder))
 
     def load_state_dict(self, state: dict) -> None:
         """Goes to where a `state_dict` was taken, under any W, K, plan and balance.

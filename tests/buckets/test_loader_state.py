@@ -129,6 +129,43 @@ def test_accelerates_own_checkpoints_carry_the_loader_and_the_noise(tmp_path):
     assert noisy(resumed, 12) == rest
 
 
+def test_a_loader_that_takes_the_place_of_another_is_saved_and_loaded_in_its_place(tmp_path):
+    loader = make()
+    train(loader, 2)
+    loader.accelerator.register_for_checkpointing(torch.optim.SGD([torch.zeros(1)], lr=0.1))
+    accelerator, state = loader.accelerator, loader.state_dict()
+    rows, index = loader.dataset, mixed_index(COUNTS)
+    loader = BucketDataLoader(
+        rows,
+        CountedConfig(),
+        accelerator=accelerator,
+        shapes=index,
+        batch_sizes={"1x4x6": 2},
+        collate_fn=collate_numbers,
+    )
+    loader.load_state_dict(state)
+    rest = train(loader, 1)
+    accelerator.save_state(str(tmp_path))
+    loader.set_epoch(7)
+    loader.load_checkpoint(tmp_path)
+    assert (loader.epoch, loader.global_step) == (0, 3)
+    accelerator.load_state(str(tmp_path))
+    assert not set(samples_of(rest)) & set(samples_of(train(loader, 2)))
+
+
+def test_a_checkpoint_that_is_not_there_or_damaged_is_refused_by_name(tmp_path):
+    loader = make()
+    with pytest.raises(UserError, match=r"state in .*custom_checkpoint_0\.pkl: .*No such file"):
+        loader.load_checkpoint(tmp_path)
+    loader.accelerator.save_state(str(tmp_path))
+    file = tmp_path / "custom_checkpoint_0.pkl"
+    whole = file.read_bytes()
+    for damaged in (b"", whole[:-40], whole[:9], b"not a checkpoint"):
+        file.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"Expected a loader's state in .*custom_checkpoint_0\.pkl: .+"):
+            loader.load_checkpoint(tmp_path)
+
+
 def test_accelerate_prepares_the_loader_as_it_is():
     loader = make()
     assert loader.accelerator.prepare(loader) is loader
