@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from support.bucketed import COST, CountedConfig, NumberedRows, collate_numbers, fixed_plan, mixed_index
 from support.prepared import save_prepared
+from support.worlds import start_server
 from torch.utils.data import DataLoader
 
 from adaptiveload_hf.buckets.ranks import data_rank_and_size
@@ -199,6 +200,8 @@ def test_workers_hold_no_copy_of_a_large_schedule_and_do_not_grow():
 @pytest.fixture
 def start_method(request):
     before = multiprocessing.get_start_method()
+    if request.param == "forkserver":
+        start_server()
     multiprocessing.set_start_method(request.param, force=True)
     yield
     multiprocessing.set_start_method(before, force=True)

@@ -7,18 +7,21 @@ import json
 import os
 import tempfile
 import time
-from multiprocessing import set_forkserver_preload, set_start_method
+from multiprocessing import forkserver, set_forkserver_preload, set_start_method
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.multiprocessing
 
 from .accelerators import free_port
 
-# Here, at collection: whichever test is the first to use it starts the one server of this process.
-set_forkserver_preload(
-    ["accelerate.data_loader", "datasets", "diffusers.optimization", "diffusers.models.transformers.transformer_sd3"]
-)
+_IMPORTED = [
+    "accelerate.data_loader",
+    "datasets",
+    "diffusers.optimization",
+    "diffusers.models.transformers.transformer_sd3",
+]
 
 
 def on_ranks(world_size: int, function, *arguments, timeout: float = 60, **environment: str) -> list:
@@ -28,6 +31,7 @@ def on_ranks(world_size: int, function, *arguments, timeout: float = 60, **envir
         torch.multiprocessing.ProcessRaisedException, ProcessExitedException: of the first rank that failed.
         TimeoutError: ranks are still running; they are ended.
     """
+    start_server()
     with tempfile.TemporaryDirectory() as folder:
         environment = {**environment, "WORLD_SIZE": str(world_size), "MASTER_PORT": str(free_port())}
         ranks = torch.multiprocessing.start_processes(
@@ -42,10 +46,19 @@ def on_ranks(world_size: int, function, *arguments, timeout: float = 60, **envir
         return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(world_size)]
 
 
+def start_server() -> None:
+    """Starts the process that ranks are forked from, unless it runs; a test that may be the first to fork calls it.
+
+    It must see no GPU: diffusers asks for one at its import, and a process forked after that cannot use CUDA.
+    """
+    set_forkserver_preload(_IMPORTED)
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1"):
+        forkserver.ensure_running()
+
+
 def _run_rank(rank, environment, folder, function, arguments) -> None:
     os.environ.update(environment)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
-    os.environ.update(ACCELERATE_USE_CPU="true", CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", ACCELERATE_USE_CPU="true")
     set_start_method("fork", force=True)  # of a rank's own workers, as in a process that a launcher starts
     torch.set_num_threads(1)
     found = function(*arguments)
