@@ -3,10 +3,14 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import kernel_cases
 import pytest
 import torch
+from kernel_cases import CASES, Case
+from support.adaln_cases import relative_error
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -20,16 +24,75 @@ def test_without_a_gpu_it_ends_with_what_it_needs():
     assert done.stderr.startswith("kernel_speed.py: error: This measures a CUDA GPU, but torch finds none here.")
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "recipes" / "results").glob("kernel_speed_*.json")), ids=lambda p: p.stem
-)
+RESULTS = sorted((ROOT / "recipes" / "results").glob("kernel_speed_*.json"))
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda p: p.stem)
 def test_committed_numbers_name_where_they_come_from_and_are_possible(path):
     result = json.loads(path.read_text())
-    assert all(result[key] for key in ("gpu", "driver", "torch", "cuda", "python", "date", "command"))
-    assert {(row["op"], row["direction"]) for row in result["rows"]} == {
-        (op, direction) for op in ("layer_norm_modulate", "gate_residual") for direction in ("forward", "backward")
-    }
+    assert all(result[key] for key in ("gpu", "driver", "torch", "cuda", "triton", "python", "date", "command"))
+    rows = {(row["op"], row["shape"], row["modulation"], row["direction"]): row for row in result["rows"]}
+    cases = [(c.op, "x".join(map(str, c.shape)), c.modulation) for c in CASES]
+    assert rows.keys() == {(*case, direction) for case in cases for direction in ("forward", "backward")}
     # Least bytes cannot move much faster than a copy, unless the data sat in the cache; small shapes do.
-    large = [row for row in result["rows"] if row["shape"].startswith("2x32768x")]
-    assert large
-    assert all(0 < fraction < 1.1 for row in large for fraction in row["roof"].values())
+    for row in rows.values():
+        assert {"Triton", "eager"} <= row["roof"].keys()
+        assert all(0 < fraction < 1.1 for fraction in row["roof"].values()), row
+
+
+def run_on_a_file(tmp_path, *options):
+    command = [sys.executable, ROOT / "recipes" / "kernel_speed.py", *options]
+    return subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path)
+
+
+@pytest.fixture
+def result_file(tmp_path):
+    row = {"op": "gate_residual", "shape": "2x8x64", "modulation": "float32", "least_bytes": 10**6, "goal": 0.9}
+    times = {"CUDA": 250.04, "eager": 12.34}
+    row |= {"microseconds": times, "roof": {"CUDA": 0.934, "eager": 0.1}, "bytes_kept_an_element": {"CUDA": 2.0}}
+    result = {"gpu": "a GPU", "driver": "1", "torch": "2", "triton": "3", "copy_terabytes_per_second": 4.2}
+    result["rows"] = [{**row, "direction": direction} for direction in ("forward", "backward")]
+    result["small_rows"] = []
+    result["host_microseconds"] = [{"op": "gate_residual", "contender": "CUDA", "forward": 20.0, "backward": 30.0}]
+    (tmp_path / "speed.json").write_text(json.dumps(result))
+    return tmp_path / "speed.json"
+
+
+def test_an_earlier_run_becomes_a_table_a_page_and_a_picture(result_file):
+    plain = run_on_a_file(result_file.parent, "--input", "speed.json", "--picture", "made/roof.png")
+    assert plain.returncode == 0, plain.stderr
+    assert "a GPU, driver 1, torch 2, Triton 3, copy 4.20 TB/s" in plain.stdout
+    assert "host, gate_residual, CUDA: forward 20.0 us, backward 30.0 us" in plain.stdout
+    assert (result_file.parent / "made" / "roof.png").read_bytes().startswith(b"\x89PNG")
+    page = run_on_a_file(result_file.parent, "--input", "speed.json", "--markdown").stdout.splitlines()
+    assert page[0] == "| operation | B x S x D | modulation | direction | goal | CUDA | eager |"
+    assert page[2] == "| gate_residual | 2x8x64 | float32 | forward | 0.90 | 250 (0.93) | 12.3 (0.10) |"
+
+
+def test_an_input_that_is_not_there_is_named(tmp_path):
+    done = run_on_a_file(tmp_path, "--input", "nothing.json")
+    assert done.returncode == 1
+    assert done.stderr == "kernel_speed.py: error: --input nothing.json is not a file. Pass what --output wrote.\n"
+
+
+def test_least_bytes_are_what_each_op_reads_and_writes():
+    per_element = {c: tuple(b / (c.shape[0] * c.shape[1] * c.shape[2]) for b in c.least_bytes) for c in CASES}
+    assert per_element[Case("gate_residual", (2, 32768, 5120), goals=(0.95, 0.90))] == (6, 6)
+    assert Case("gate_residual", (1, 1, 1), "frozen").least_bytes == (6, 4)
+    assert Case("layer_norm_modulate", (1, 2, 8), "per token").least_bytes == (8 * 16, 10 * 16)
+    assert Case("rms_norm_rope", (1, 2, 128)).least_bytes == (4 * 256 + 2048, 6 * 256 + 2048)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_the_eager_expression_computes_what_the_op_computes(case, monkeypatch):
+    monkeypatch.setattr(kernel_cases, "DEVICE", "cpu")
+    small = replace(case, shape=(case.shape[0], 6, 2 * kernel_cases.HEAD))
+    arguments, found = kernel_cases.make_arguments(small), []
+    options = {"heads": 2} if case.op == "rms_norm_rope" else {}
+    for prepare in (kernel_cases.eager_of(small), kernel_cases.fused(case.op, "auto", **options)):
+        call, wanted = prepare(**arguments)
+        outputs = call() if isinstance(call(), tuple) else (call(),)
+        gradients = torch.autograd.grad(outputs, wanted, [torch.ones_like(output) for output in outputs])
+        found.append([*outputs, *gradients])
+    for eager, ours in zip(*found):
+        assert relative_error(ours.flatten(), eager.flatten().double()) < 1e-2
