@@ -4,7 +4,7 @@ DATA ?=
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test lint gpu-test clean
+.PHONY: demo test lint gpu-test gpu-test-sm80 sanitize clean
 
 demo: $(INSTALLED)  ## prepare, measure, fit, plan, train, resume, report on small real files (DATA=folder for your own)
 	bash recipes/demo.sh $(DATA)
@@ -15,6 +15,19 @@ test: $(INSTALLED)  ## everything that needs no GPU
 gpu-test: $(INSTALLED)  ## what needs a GPU; builds the kernels first
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	$(BIN)/python -m pytest -m gpu
+
+# What GPUs before Hopper run, by way of PTX on any GPU: the extension is built into a folder of its own.
+gpu-test-sm80: $(INSTALLED)  ## 300 random cases through the code for compute 8.0
+	TORCH_CUDA_ARCH_LIST="8.0+PTX" $(BIN)/python setup.py --quiet build --build-base build/sm80 --build-lib build/sm80/lib
+	PYTHONPATH=build/sm80/lib $(BIN)/python -P -m pytest tests/adaln/test_random_gpu.py
+
+# With torch's allocator in between, memory of freed tensors would look initialised.
+sanitize: $(INSTALLED)  ## compute-sanitizer over every CUDA kernel, small inputs
+	$(BIN)/python setup.py --quiet build_ext --inplace
+	for tool in memcheck racecheck initcheck synccheck; do \
+		PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=. compute-sanitizer --tool $$tool --error-exitcode 1 \
+			$(BIN)/python tests/support/sanitize_sweep.py || exit 1; \
+	done
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -1,0 +1,57 @@
+"""Runs every CUDA kernel on small inputs, for compute-sanitizer (`make sanitize`). Not a test: it compares nothing."""
+
+import itertools
+
+import torch
+
+from adaptiveload_hf.adaln import ops
+
+S = 12
+
+
+def modulation(rows, width, dtype):
+    return torch.randn(2, rows, 6, width, device="cuda").to(dtype).unbind(2)[:3]
+
+
+def activation(width, dtype):
+    return torch.randn(2, S, width, device="cuda").to(dtype).requires_grad_()
+
+
+def run(op, *operands, **options):
+    leaves = [t.detach().requires_grad_() for t in operands]
+    outputs = getattr(ops, op)(*leaves, **options)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    torch.autograd.grad(outputs, leaves, [torch.randn_like(output) for output in outputs])
+
+
+def run_all(width, rows, dtype):
+    built = {op for op in ops.OPS if ops.kernel_backend(op, "cuda") == "cuda"}
+    x, y = activation(width, dtype), activation(width, dtype)
+    scale, shift, gate = modulation(rows, width, torch.float32)
+    column = torch.randn(width, device="cuda").requires_grad_()
+    if "layer_norm_modulate" in built:
+        run("layer_norm_modulate", x, scale, shift, out_dtype=dtype)
+        ops.layer_norm_modulate(x, scale, shift, out_dtype=dtype).sum().backward()  # frozen modulation
+        tables = {"weight": column, "bias": column, "scale_table": column, "shift_table": column}
+        ops.layer_norm_modulate(x, scale, shift, **tables, out_dtype=dtype).sum().backward()
+    if "rms_norm_modulate" in built:
+        run("rms_norm_modulate", x, scale, shift, weight=column, out_dtype=dtype)
+    if "gate_residual" in built:
+        run("gate_residual", x, y, gate, gate_table=column, out_dtype=dtype)
+    if "gate_residual_layer_norm_modulate" in built:
+        dtypes = {"residual_dtype": dtype, "out_dtype": dtype}
+        run("gate_residual_layer_norm_modulate", x, y, gate, scale, shift, **dtypes)
+    if "rms_norm_rope" in built and width % 32 == 0:
+        angles = torch.randn(1, S, 1, width // 4, device="cuda")
+        weight = torch.randn(width, device="cuda").requires_grad_()
+        ops.rms_norm_rope(x, weight, angles.cos(), angles.sin(), heads=4).sum().backward()
+    return built
+
+
+if __name__ == "__main__":
+    if reason := ops.extension_missing_reason():
+        raise SystemExit(f"sanitize_sweep: the extension is missing: {reason}")
+    for case in itertools.product((33, 1536, 5120), (1, 4, S), (torch.bfloat16, torch.float32)):
+        found = run_all(*case)
+    torch.cuda.synchronize()
+    print(f"ran {', '.join(sorted(found))}")
