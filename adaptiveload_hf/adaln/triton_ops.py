@@ -103,12 +103,12 @@ def _forward(
     if out_dtype is not None:
         out = x.new_empty(x.shape, dtype=out_dtype)
         stats = x.new_empty((*x.shape[:2], 2) if center else x.shape[:2], dtype=torch.float32)
-    modulation = scale if scale is not None else shift
-    streams = [x, y, *_per_token(x, gate, scale, shift)]
+    row_bytes = _bytes_of([x, y, *_per_token(x, gate, scale, shift)])
     kept = (y is not None) + 2 * (out is not None)
     if _per_token(x, scale, shift):
         kept += sum(column is not None for column in (weight, bias, scale_table, shift_table))
-    cut = _cut(x, gate, 1 if modulation is None else modulation.shape[1], streams, kept, summing=False)
+    rows = tuple(1 if m is None else m.shape[1] for m in (gate, scale if scale is not None else shift))
+    cut = _cut(x.shape, x.device, rows, row_bytes, kept, summing=False)
     if x.numel() > 0:
         norm = _norm(scale, shift, weight, bias, scale_table, shift_table, scale_offset, weight_offset)
         operands = (_rows(x), _rows(y), *_gate(gate, gate_table), norm, *_angles(x, cos, sin), residual, stats, out)
@@ -125,14 +125,15 @@ def _backward(
     shift_dtype=None, center=False, scale_offset=1.0, weight_offset=0.0,
 ):  # fmt: skip
     """The gradients that are wanted, in that order."""
-    norm_rows = scale.shape[1] if scale is not None else shift_rows if "shift" in wanted else 1
     kinds = {"x": x_dtype, "y": y_dtype}
     kinds |= {name: m.dtype for name, m in (("gate", gate), ("scale", scale)) if _per_token(grad, m)}
     found = {name: grad.new_empty(grad.shape, dtype=kind) for name, kind in kinds.items() if name in wanted}
     summed = {n for n in _SUMS if f"{n}_table" in wanted or (n in wanted and n not in found)}
-    streams = [grad, grad_residual, x, y, *_per_token(grad, gate, scale)]
+    row_bytes = _bytes_of([grad, grad_residual, x, y, *_per_token(grad, gate, scale)])
     kept = len(summed) + (x is not None) + (weight is not None) + (bias is not None) + ("y" in wanted)
-    cut = _cut(grad, gate, norm_rows, streams, kept, summing=True)
+    norm_rows = scale.shape[1] if scale is not None else shift_rows if "shift" in wanted else 1
+    rows = (1 if gate is None else gate.shape[1], norm_rows)
+    cut = _cut(grad.shape, grad.device, rows, row_bytes, kept, summing=True)
     sums = {n: grad.new_empty((cut.programs, grad.shape[2]), dtype=torch.float32) for n in _SUMS if n in summed}
     if grad.numel() > 0:
         norm = _norm(scale, None, weight, bias, scale_table, None, scale_offset, weight_offset)
@@ -155,42 +156,44 @@ def _backward(
     return [found[name] for name in wanted]
 
 
-def _cut(x: Tensor, gate: Tensor | None, norm_rows: int, streams, kept: int, *, summing: bool) -> SimpleNamespace:
+@functools.lru_cache(1024)
+def _cut(
+    shape: torch.Size, device: torch.device, rows: tuple[int, int], row_bytes: int, kept: int, *, summing: bool
+) -> SimpleNamespace:
     """How [B, S, D] is cut: a segment is what shares its modulation, a chunk of it is a program's.
 
     A modulation with a row per token shares nothing and does not cut. The cut depends on shapes and the GPU alone, so
     sums are taken in the same order in every run.
 
     Args:
-        x: of the shape to cut. gate, norm_rows: whose rows share a gate and a modulation of the norm.
-        streams: what a program reads row by row; None: absent.
+        rows: T of the gate and of the norm's modulation.
+        row_bytes: of an element in all that a program reads row by row.
         kept: how many rows of D values it holds in registers meanwhile.
         summing: whether it does so for column sums, of which few programs give few.
     """
-    batch, tokens, width = x.shape
+    batch, tokens, width = shape
     if width > WIDEST:
         raise UserError(
             f"the Triton kernels take rows of up to {WIDEST} columns, but x has D = {width}. "
             "Use adaptiveload_hf.adaln.reference for it."
         )
-    gate_rows = 1 if gate is None else gate.shape[1]
-    gate_per_token, norm_per_token = (1 < rows == tokens for rows in (gate_rows, norm_rows))
-    segments = math.lcm(1 if gate_per_token else gate_rows, 1 if norm_per_token else norm_rows)
+    gate_per_token, norm_per_token = (1 < count == tokens for count in rows)
+    segments = math.lcm(1 if gate_per_token else rows[0], 1 if norm_per_token else rows[1])
     segment_rows = tokens // max(1, segments)
     warps = next((w for w in (1, 2, 4, 8) if (kept + 2) * width <= _VALUES_PER_THREAD * 32 * w), 16)
     tile = min(256 * warps, max(32, triton.next_power_of_2(width)))  # at most 16 bytes of a half type a thread
-    processors, shared_memory = _device(x.device)
+    processors, shared_memory = _device(device)
     programs = (max(1, _BACKWARD_WARPS // warps) if summing else _FORWARD_PROGRAMS) * processors
     chunk_rows = max(_FEWEST_ROWS, -(-segment_rows * batch * segments // programs))
     chunks = -(-segment_rows // chunk_rows)
     # Rows in flight are what keeps memory busy; each stage but one holds a row of every stream.
-    row_bytes = -(-width // tile) * tile * sum(t.element_size() for t in streams if t is not None)
-    options = {"D": width, "TILE": tile, "STAGES": min(3, 1 + shared_memory // row_bytes), "num_warps": warps}
+    stages = min(3, 1 + shared_memory // (-(-width // tile) * tile * row_bytes))
+    options = {"D": width, "TILE": tile, "STAGES": stages, "num_warps": warps}
     options |= {"GATE_PER_TOKEN": gate_per_token, "NORM_PER_TOKEN": norm_per_token}
     return SimpleNamespace(
         programs=batch * segments * chunks,
         grid=(batch * segments * chunks,),
-        sizes=(tokens, segments, segment_rows, chunks, chunk_rows, gate_rows, norm_rows),
+        sizes=(tokens, segments, segment_rows, chunks, chunk_rows, *rows),
         options=options,
     )
 
@@ -198,6 +201,10 @@ def _cut(x: Tensor, gate: Tensor | None, norm_rows: int, streams, kept: int, *, 
 def _per_token(x: Tensor, *modulations: Tensor | None) -> list[Tensor]:
     """Those with a row for every token of x."""
     return [m for m in modulations if m is not None and 1 < m.shape[1] == x.shape[1]]
+
+
+def _bytes_of(streams: list[Tensor | None]) -> int:
+    return sum(t.element_size() for t in streams if t is not None)
 
 
 @functools.cache
@@ -249,4 +256,6 @@ def _sum_rows(sums: Tensor, batch: int, rows: int) -> Tensor:
 
 
 def _on_device_of(x: Tensor):
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+    """Triton launches on the current GPU."""
+    elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
+    return torch.cuda.device(x.device) if elsewhere else contextlib.nullcontext()
