@@ -7,7 +7,6 @@ import argparse
 import json
 from pathlib import Path
 
-import av
 import numpy as np
 from PIL import Image, ImageDraw
 
@@ -83,6 +82,8 @@ def draw_shape(draw: ImageDraw.ImageDraw, shape: str, circle: tuple, color: tupl
 
 def write_clip(path: Path, pictures: list):
     """Writes RGB pictures of one even size as an H.264 clip of 16 frames a second."""
+    import av  # here, so that scenes can be drawn where there is no PyAV
+
     # With mbtree x264 encodes clips as narrow as these differently from run to run (seen with its AVX-512 code).
     options = {"x264-params": "mbtree=0"}
     with av.open(str(path), "w") as container:

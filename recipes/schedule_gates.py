@@ -171,7 +171,7 @@ def missed(row: Row, found: dict) -> list[str]:
 
 def print_rows(results: list[tuple[Row, dict]]):
     print(
-        " W  K  balance    memory  dealt by   efficiency      step CV        speed-up      samples a step   shapes in\n"
+        " W  K  balance    memory  dealt by   efficiency      step CV        speed-up      samples a step  shapes in\n"
         "                                   mean   worst    mean   worst    mean   worst    mean      CV   step micro"
     )
     for row, found in results:

@@ -116,8 +116,8 @@ class FlowMatching:
         sigma = self.shift * sigma / (1 + (self.shift - 1) * sigma)
         return torch.stack(noises), sigma.view(-1, 1, 1, 1, 1)
 
-    def loss(self, model, batch: dict, epoch: int, dtype: torch.dtype) -> torch.Tensor:
-        """Mean loss of a micro-batch, float32.
+    def sample_losses(self, model, batch: dict, epoch: int, dtype: torch.dtype) -> torch.Tensor:
+        """Loss of each sample of a micro-batch, float32 [B].
 
         Args:
             model: the (prepared) transformer.
@@ -134,7 +134,11 @@ class FlowMatching:
             return_dict=False,
         )[0]
         error = (prediction.float() - (noise - latent)).square().flatten(1).mean(1)
-        return (compute_loss_weighting_for_sd3(self.weighting_scheme, sigma.flatten()) * error).mean()
+        return compute_loss_weighting_for_sd3(self.weighting_scheme, sigma.flatten()) * error
+
+    def loss(self, model, batch: dict, epoch: int, dtype: torch.dtype) -> torch.Tensor:
+        """Mean of `sample_losses`, the loss of a micro-batch."""
+        return self.sample_losses(model, batch, epoch, dtype).mean()
 
 
 def make_flow_matching(args) -> FlowMatching:
