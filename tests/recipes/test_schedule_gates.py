@@ -10,7 +10,8 @@ from schedule_gates import ROWS, corpus, gradient_shares, law, measure, missed, 
 
 from adaptiveload_hf.buckets.shapes import TokenGeometry
 
-RESULT = Path(__file__).parents[2] / "recipes" / "results" / "schedule_gates.json"
+ROOT = Path(__file__).parents[2]
+RESULT = ROOT / "recipes" / "results" / "schedule_gates.json"
 COUNTS = corpus(300_000)
 # A seed that the committed table does not have.
 SEEDS = (11,)
@@ -69,3 +70,15 @@ def test_committed_numbers_are_of_these_rows_and_reach_every_floor():
     for row, found in zip(ROWS, result["rows"]):
         assert [found[field] for field in row._fields] == [None if value == np.inf else value for value in row]
         assert missed(row, found) == []
+
+
+def test_the_page_on_balance_shows_the_committed_numbers():
+    page = (ROOT / "docs" / "balance.md").read_text()
+    for row in json.loads(RESULT.read_text())["rows"]:
+        chosen = row["balance_chosen"]
+        balance = chosen if row["balance"] == chosen else f"{row['balance']}: {chosen}"
+        run = f"| {row['world_size']} | {row['gradient_accumulation_steps']} | {balance} | {row['memory']} |"
+        dealt_by = {"law": "law", "flops": "FLOPs"}[row["dealt_by"]]
+        reached = f"{row['efficiency']['worst']:.1%} | {row['step_cv']['worst']:.4f} | {row['speedup']['worst']:.2f} |"
+        samples = f"{row['samples_per_step']:.0f}, {row['samples_per_step_cv']:.2f} |"
+        assert f"{run} {dealt_by} | {reached} {samples}" in page

@@ -1,0 +1,270 @@
+"""Does dealing micro-batches by cost change what a model learns? A small Wan trained under three balance modes.
+
+    python recipes/balance_curves.py --output recipes/results/balance_curves.json --picture docs/balance_curves.png
+
+Same samples, same first weights, same noise a sample; only the order differs. W virtual data ranks and K micro-steps
+in one process: the gradient of an optimizer step is the sum over its W*K micro-batches of loss_weight / (W*K) * mean
+loss, which is what ranks that average give. Micro-batches of one shape run as one batch, which changes rounding only.
+"""
+
+import argparse
+import datetime
+import json
+import shlex
+import statistics
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from multiprocessing import get_context
+from pathlib import Path
+
+import diffusers
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from diffusers import WanTransformer3DModel
+from diffusers.optimization import get_scheduler
+from make_demo_clips import SAMPLES, draw_scene
+from schedule_gates import LONGEST, law
+from tiny_wan import TEXT_WIDTH, tiny_wan
+from wan_training import FlowMatching
+
+from adaptiveload_hf.buckets.plan import make_plan
+from adaptiveload_hf.buckets.schedule import schedule_epoch
+from adaptiveload_hf.buckets.shapes import LatentShape, TokenGeometry
+
+WORLD_SIZE, ACCUMULATION = 8, 4
+MODES = ("none", "step", "window:8")
+CAPTION_TOKENS = 160
+HELD_OUT = 8  # every eighth sample of a shape
+EVALUATIONS = 12
+ENCODED_TOGETHER = 16
+LEARNING_RATE = 1e-3
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclass
+class Samples:
+    """Encoded samples, grouped by shape; sample i of the data is row place[i] of latents[bucket[i]]."""
+
+    shapes: list[LatentShape]
+    latents: list[np.ndarray]
+    captions: list[np.ndarray]
+    bucket: np.ndarray
+    place: np.ndarray
+
+    def batch(self, samples: np.ndarray) -> dict:
+        """Samples of one bucket, as FlowMatching takes them."""
+        bucket, place = self.bucket[samples[0]], self.place[samples]
+        return {
+            "latent": torch.from_numpy(self.latents[bucket][place]).to(DEVICE),
+            "prompt_embeds": torch.from_numpy(self.captions[bucket][place]).to(DEVICE),
+            "sample_index": torch.from_numpy(samples),
+        }
+
+    def tokens(self) -> np.ndarray:
+        """S of each bucket."""
+        return np.array([TokenGeometry().tokens(shape) for shape in self.shapes])
+
+
+@torch.no_grad()
+def encode_samples(copies: int) -> Samples:
+    """Draws moving scenes, and encodes them with a Wan VAE and a UMT5 of tiny width and random weights.
+
+    Args:
+        copies: how many times as many as make_demo_clips.py writes.
+    """
+    pipe, random = tiny_wan().to(DEVICE), np.random.default_rng(0)
+    groups = {}
+    for size, count in SAMPLES.items():
+        parts = []
+        for first in range(0, count * copies, ENCODED_TOGETHER):
+            scenes = [draw_scene(random, *size) for _ in range(min(ENCODED_TOGETHER, count * copies - first))]
+            pixels = np.stack([[np.asarray(picture) for picture in pictures] for pictures, _ in scenes])
+            pixels = torch.from_numpy(pixels).to(DEVICE).permute(0, 4, 1, 2, 3).float() / 127.5 - 1
+            text = pipe.tokenizer(
+                [caption for _, caption in scenes],
+                padding="max_length",
+                max_length=CAPTION_TOKENS,
+                truncation=True,
+                return_tensors="pt",
+            ).to(DEVICE)
+            embeds = pipe.text_encoder(text.input_ids, text.attention_mask).last_hidden_state
+            parts.append((pipe.vae.encode(pixels).latent_dist.mode(), embeds * text.attention_mask[:, :, None]))
+        latents, captions = (torch.cat(part) for part in zip(*parts))
+        groups[LatentShape(*latents.shape[2:])] = latents, captions
+    # A VAE of random weights has no statistics in its configuration: those of the data stand in.
+    values = torch.cat([latents.transpose(0, 1).flatten(1) for latents, _ in groups.values()], dim=1)
+    mean, std = values.mean(1).view(-1, 1, 1, 1), values.std(1).view(-1, 1, 1, 1)
+    shapes = sorted(groups)
+    return Samples(
+        shapes,
+        [((groups[shape][0] - mean) / std).cpu().numpy() for shape in shapes],
+        [groups[shape][1].cpu().numpy() for shape in shapes],
+        np.repeat(np.arange(len(shapes)), [len(groups[shape][0]) for shape in shapes]),
+        np.concatenate([np.arange(len(groups[shape][0])) for shape in shapes]),
+    )
+
+
+def make_model() -> WanTransformer3DModel:
+    """2.9 million parameters; a real one is deeper and wider, and has 1.4 billion."""
+    return WanTransformer3DModel(
+        num_attention_heads=6,
+        attention_head_dim=32,
+        in_channels=16,
+        out_channels=16,
+        text_dim=TEXT_WIDTH,
+        freq_dim=64,
+        ffn_dim=768,
+        num_layers=4,
+        rope_max_seq_len=64,
+    ).to(DEVICE)
+
+
+def optimizer_steps(data: Samples, samples: np.ndarray, mode: str, seed: int, steps: int):
+    """Yields epoch, and the samples and weights of each optimizer step, as `schedule_epoch` deals them.
+
+    The plan is that of the gates table: its law of cost stretched so that the longest sample here costs as much as the
+    longest there, memory for three longest samples, time for one. (The samples here are too short for attention to
+    count, so their own cost would make a plain token budget of it.)
+    """
+    tokens, bucket = data.tokens(), data.bucket[samples]
+    cost = law(stretch=LONGEST / tokens.max())
+    counts = dict(zip(data.shapes, np.bincount(bucket, minlength=len(tokens)).tolist()))
+    run = {"world_size": WORLD_SIZE, "gradient_accumulation_steps": ACCUMULATION}
+    target = float(cost.seconds(1, tokens.max()))
+    plan = make_plan(counts, cost, m_mem_tokens=3 * int(tokens.max()), target_seconds=target, **run)
+    step, epoch = 0, 0
+    while True:
+        schedule = schedule_epoch(bucket, plan, cost, seed=seed, epoch=epoch, balance=mode, **run)
+        weight = np.repeat(schedule.loss_weight / schedule.sizes / (WORLD_SIZE * ACCUMULATION), schedule.sizes)
+        edges = schedule.offsets[:: WORLD_SIZE * ACCUMULATION]
+        for first, last in pairwise(edges):
+            if step == steps:
+                return
+            yield epoch, samples[schedule.sample_order[first:last]], weight[first:last]
+            step += 1
+        epoch += 1
+
+
+def train(data: Samples, mode: str, seed: int, steps: int) -> dict:
+    """One run; its seed decides the first weights, the order and the noise."""
+    torch.set_float32_matmul_precision("high")
+    torch.manual_seed(seed)
+    model, flow = make_model(), FlowMatching(3.0, "logit_normal", 0.0, 1.0, 1.29, seed)
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=(0.9, 0.99))
+    rate = get_scheduler("cosine", optimizer, num_warmup_steps=steps // 10, num_training_steps=steps)
+    held_out = data.place % HELD_OUT == 0
+    evaluations = np.linspace(0, steps, min(EVALUATIONS, steps) + 1).astype(int)[1:]
+    curve, by_shape, losses, samples_seen = [], [], [], []
+    order = optimizer_steps(data, np.flatnonzero(~held_out), mode, seed, steps)
+    for step, (epoch, samples, weights) in enumerate(order, start=1):
+        losses.append(backward(model, flow, data, epoch, samples, weights))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        rate.step()
+        optimizer.zero_grad()
+        samples_seen.append(len(samples))
+        if step in evaluations:
+            by_shape = evaluate(data, model, np.flatnonzero(held_out))
+            counts = np.bincount(data.bucket[held_out]) * data.tokens()
+            curve.append([step, float(np.average(by_shape, weights=counts))])
+    return {
+        "mode": mode,
+        "seed": seed,
+        "held_out": curve,
+        "held_out_by_shape": dict(zip(map(str, data.shapes), by_shape)),
+        "train": losses,
+        "epochs": epoch + 1,
+        "samples_per_optimizer_step": statistics.mean(samples_seen),
+    }
+
+
+def backward(model, flow: FlowMatching, data: Samples, epoch: int, samples: np.ndarray, weights: np.ndarray) -> float:
+    """Adds the gradient of sum(weights * loss) over the samples of an optimizer step; returns that sum."""
+    total = torch.zeros((), device=DEVICE)
+    for bucket in np.unique(data.bucket[samples]):
+        chosen = data.bucket[samples] == bucket
+        each = flow.sample_losses(model, data.batch(samples[chosen]), epoch, model.dtype)
+        loss = (each * torch.from_numpy(weights[chosen]).to(each)).sum()
+        loss.backward()
+        total += loss.detach()
+    return float(total)
+
+
+@torch.no_grad()
+def evaluate(data: Samples, model, samples: np.ndarray) -> list[float]:
+    """Mean loss of each shape's held-out samples, with noise that is the same at every step of every run."""
+    flow, means = FlowMatching(3.0, "logit_normal", 0.0, 1.0, 1.29, seed=-1), []
+    for bucket in range(len(data.shapes)):
+        chosen = samples[data.bucket[samples] == bucket]
+        means.append(float(flow.sample_losses(model, data.batch(chosen), 0, torch.float32).mean()))
+    return means
+
+
+def summarize(runs: list[dict]) -> dict:
+    """Final held-out loss of each mode, its difference from `none` seed by seed, and how far apart the curves are."""
+    final = {mode: {run["seed"]: run["held_out"][-1][1] for run in runs if run["mode"] == mode} for mode in MODES}
+    curves = {(run["mode"], run["seed"]): np.array(run["held_out"])[:, 1] for run in runs}
+    summary = {}
+    for mode, by_seed in final.items():
+        differences = [by_seed[seed] - final["none"][seed] for seed in by_seed]
+        apart = max(np.abs(curves[mode, seed] / curves["none", seed] - 1).max() for seed in by_seed)
+        summary[mode] = {
+            "mean": statistics.mean(by_seed.values()),
+            "std_over_seeds": statistics.stdev(by_seed.values()) if len(by_seed) > 1 else None,
+            "differences_from_none": differences,
+            "largest_relative_difference_from_none": float(apart),
+        }
+    return summary
+
+
+def draw_picture(runs: list[dict], path: Path):
+    figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
+    for mode, color, style in zip(MODES, ("tab:gray", "tab:blue", "tab:orange"), ("-", "--", "-")):
+        curves = np.array([run["held_out"] for run in runs if run["mode"] == mode])
+        steps, losses = curves[0, :, 0], curves[:, :, 1]
+        axes.plot(steps, losses.mean(0), style, color=color, label=mode)
+        axes.fill_between(steps, losses.min(0), losses.max(0), color=color, alpha=0.2, linewidth=0)
+    axes.set(xlabel="optimizer step", ylabel="held-out loss (token mean)", yscale="log")
+    axes.legend(title="balance (mean; band: all seeds)", frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=120, help="optimizer steps a run")
+    parser.add_argument("--copies", type=int, default=24, help="samples, in times of the 62 of make_demo_clips.py")
+    parser.add_argument("--processes", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--output", type=Path, required=True, help="JSON of all runs")
+    parser.add_argument("--picture", type=Path, help="PNG of the curves")
+    args = parser.parse_args()
+    data = encode_samples(args.copies)
+    jobs = [(mode, seed) for seed in range(args.seeds) for mode in MODES]
+    with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
+        runs = list(pool.map(train, *zip(*[(data, mode, seed, args.steps) for mode, seed in jobs])))
+    summary = summarize(runs)
+    about = {
+        "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU",
+        "torch": torch.__version__,
+        "diffusers": diffusers.__version__,
+        "date": datetime.date.today().isoformat(),
+        "command": shlex.join(["python", *sys.argv]),
+        "samples": len(data.bucket),
+        "parameters": sum(parameter.numel() for parameter in make_model().parameters()),
+        "world_size": WORLD_SIZE,
+        "gradient_accumulation_steps": ACCUMULATION,
+    }
+    args.output.write_text(json.dumps({**about, "summary": summary, "runs": runs}, indent=1) + "\n")
+    if args.picture:
+        draw_picture(runs, args.picture)
+    print("balance   held-out loss, mean +- sd over seeds   largest difference from none on the curve")
+    for mode, row in summary.items():
+        spread = "" if row["std_over_seeds"] is None else f" +- {row['std_over_seeds']:.5f}"
+        print(f"{mode:9} {row['mean']:.5f}{spread}   {row['largest_relative_difference_from_none']:.1e}")
+
+
+if __name__ == "__main__":
+    main()

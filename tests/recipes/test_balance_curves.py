@@ -1,0 +1,115 @@
+"""Do the virtual ranks of recipes/balance_curves.py train on what real ranks would, and are its numbers whole?"""
+
+import json
+from pathlib import Path
+
+import balance_curves
+import numpy as np
+import pytest
+import torch
+from balance_curves import MODES, Samples, draw_picture, encode_samples, optimizer_steps, summarize, train
+from diffusers import WanTransformer3DModel
+from tiny_wan import TEXT_WIDTH
+from wan_training import FlowMatching
+
+from adaptiveload_hf.buckets.shapes import LatentShape
+
+ROOT = Path(__file__).parents[2]
+RESULTS = sorted((ROOT / "recipes" / "results").glob("balance_curves_*.json"))
+
+
+@pytest.fixture(autouse=True)
+def small_model(monkeypatch):
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 32, "num_layers": 1, "freq_dim": 16}
+    channels = {"in_channels": 16, "out_channels": 16, "text_dim": TEXT_WIDTH, "rope_max_seq_len": 64}
+    monkeypatch.setattr(balance_curves, "make_model", lambda: WanTransformer3DModel(**sizes, **channels))
+
+
+@pytest.fixture(scope="module")
+def data():
+    """300 samples of three small shapes, random numbers for latents."""
+    shapes, counts = [LatentShape(1, 2, 2), LatentShape(1, 4, 4), LatentShape(3, 4, 4)], (160, 100, 40)
+    random = np.random.default_rng(0)
+    return Samples(
+        shapes,
+        [random.standard_normal((n, 16, s.frames, s.height, s.width), np.float32) for n, s in zip(counts, shapes)],
+        [random.standard_normal((n, 3, TEXT_WIDTH), np.float32) for n in counts],
+        np.repeat(np.arange(3), counts),
+        np.concatenate([np.arange(n) for n in counts]),
+    )
+
+
+def test_every_step_weighs_its_samples_by_their_tokens(data):
+    tokens, everyone = data.tokens(), np.arange(len(data.bucket))
+    steps = [step for step in optimizer_steps(data, everyone, "window:8", 0, steps=9) if step[0] == 0]
+    assert sorted(np.concatenate([samples for _, samples, weights in steps])) == everyone.tolist()
+    for _, samples, weights in steps:
+        work = tokens[data.bucket[samples]]
+        assert weights == pytest.approx(work / work.sum())
+
+
+def test_step_holds_the_same_samples_as_none_and_a_window_does_not(data):
+    everyone = np.arange(len(data.bucket))
+    first = {mode: next(optimizer_steps(data, everyone, mode, 0, steps=1))[1] for mode in MODES}
+    assert sorted(first["step"]) == sorted(first["none"])
+    assert first["step"].tolist() != first["none"].tolist()
+    assert sorted(first["window:8"]) != sorted(first["none"])
+
+
+def test_gradient_of_merged_micro_batches_is_that_of_the_ranks_micro_batches(data, monkeypatch):
+    schedules, original = [], balance_curves.schedule_epoch
+
+    def schedule_epoch(*args, **options):
+        schedules.append(original(*args, **options))
+        return schedules[-1]
+
+    monkeypatch.setattr(balance_curves, "schedule_epoch", schedule_epoch)
+    _, samples, weights = next(optimizer_steps(data, np.arange(len(data.bucket)), "none", 0, steps=1))
+    torch.manual_seed(0)
+    model, flow = balance_curves.make_model().double(), FlowMatching(3.0, "logit_normal", 0.0, 1.0, 1.29, 0)
+    merged = balance_curves.backward(model, flow, data, 0, samples, weights)
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    losses = []
+    for j in range(32):
+        batch = data.batch(schedules[0].micro_batch(j // 8, j % 8))
+        loss = flow.loss(model, batch, 0, torch.float64) * schedules[0].loss_weight[j] / 32
+        loss.backward()
+        losses.append(loss.item())
+    assert merged == pytest.approx(sum(losses), rel=1e-5)
+    for parameter, gradient in zip(model.parameters(), expected):
+        assert torch.allclose(parameter.grad, gradient, rtol=1e-4, atol=1e-7)
+
+
+def test_none_and_step_train_the_same_model_and_all_modes_are_summarized(data, tmp_path):
+    runs = [train(data, mode, seed=0, steps=2) for mode in MODES]
+    summary = summarize(runs)
+    assert summary["none"]["differences_from_none"] == [0]
+    assert summary["step"]["largest_relative_difference_from_none"] < 2e-6
+    assert summary["window:8"]["largest_relative_difference_from_none"] > 2e-5
+    assert all(len(run["train"]) == 2 and run["held_out"][-1][0] == 2 for run in runs)
+    draw_picture(runs, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_drawn_samples_are_encoded_shape_by_shape_and_normalised(monkeypatch):
+    monkeypatch.setattr(balance_curves, "SAMPLES", {(5, 32, 32): 2, (1, 32, 32): 3})
+    data = encode_samples(copies=2)
+    assert [str(shape) for shape in data.shapes] == ["1x4x4", "2x4x4"]
+    assert [len(latents) for latents in data.latents] == [6, 4]
+    values = np.concatenate([latents.swapaxes(0, 1).reshape(16, -1) for latents in data.latents], axis=1)
+    assert values.mean(1) == pytest.approx(0, abs=1e-4)
+    assert values.std(1) == pytest.approx(1, rel=0.01)
+    assert data.captions[0].shape == (6, 160, TEXT_WIDTH)
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_committed_curves_are_whole(path):
+    result = json.loads(path.read_text())
+    assert all(result[key] for key in ("device", "torch", "diffusers", "date", "command"))
+    seeds = {run["seed"] for run in result["runs"]}
+    assert {(run["mode"], run["seed"]) for run in result["runs"]} == {(m, s) for m in MODES for s in seeds}
+    assert len(seeds) >= 3
+    for mode, row in result["summary"].items():
+        finals = [run["held_out"][-1][1] for run in result["runs"] if run["mode"] == mode]
+        assert row["mean"] == pytest.approx(np.mean(finals))
