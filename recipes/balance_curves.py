@@ -1,4 +1,4 @@
-"""Does dealing micro-batches by cost change what a model learns? A small Wan trained under three balance modes.
+"""Does dealing micro-batches by cost change what a model learns? A small Wan trained under four balance modes.
 
     python recipes/balance_curves.py --output recipes/results/balance_curves.json --picture docs/balance_curves.png
 
@@ -35,12 +35,13 @@ from adaptiveload_hf.buckets.schedule import schedule_epoch
 from adaptiveload_hf.buckets.shapes import LatentShape, TokenGeometry
 
 WORLD_SIZE, ACCUMULATION = 8, 4
-MODES = ("none", "step", "window:8")
+MODES = ("none", "step", "window:2", "window:8")
 CAPTION_TOKENS = 160
 HELD_OUT = 8  # every eighth sample of a shape
-EVALUATIONS = 12
+EVALUATIONS = 10
 ENCODED_TOGETHER = 16
 LEARNING_RATE = 1e-3
+COLORS = ("tab:gray", "tab:blue", "tab:green", "tab:orange")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -222,7 +223,7 @@ def summarize(runs: list[dict]) -> dict:
 
 def draw_picture(runs: list[dict], path: Path):
     figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
-    for mode, color, style in zip(MODES, ("tab:gray", "tab:blue", "tab:orange"), ("-", "--", "-")):
+    for mode, color, style in zip(MODES, COLORS, ("-", "--", "-", "-")):
         curves = np.array([run["held_out"] for run in runs if run["mode"] == mode])
         steps, losses = curves[0, :, 0], curves[:, :, 1]
         axes.plot(steps, losses.mean(0), style, color=color, label=mode)
@@ -235,7 +236,7 @@ def draw_picture(runs: list[dict], path: Path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=120, help="optimizer steps a run")
+    parser.add_argument("--steps", type=int, default=100, help="optimizer steps a run")
     parser.add_argument("--copies", type=int, default=24, help="samples, in times of the 62 of make_demo_clips.py")
     parser.add_argument("--processes", type=int, default=1, help="runs at the same time")
     parser.add_argument("--output", type=Path, required=True, help="JSON of all runs")

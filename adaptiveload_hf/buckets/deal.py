@@ -67,12 +67,18 @@ def _blocks(cost: np.ndarray, length: int) -> list[tuple[int, np.ndarray]]:
 
 
 def deal(
-    cost: np.ndarray, world_size: int, gradient_accumulation_steps: int, balance: str, random: np.random.Generator
+    cost: np.ndarray,
+    tokens: np.ndarray,
+    world_size: int,
+    gradient_accumulation_steps: int,
+    balance: str,
+    random: np.random.Generator,
 ) -> np.ndarray:
     """The order that puts W neighbours in cost on the W ranks of a micro-step.
 
     Args:
         cost: float64 [micro-batches], shuffled; a multiple of W*K.
+        tokens: int64 [micro-batches], B*S of each.
         balance: none | step | window:n.
 
     Returns:
@@ -86,10 +92,29 @@ def deal(
         # Stable: what an unstable sort does with equal costs differs from CPU to CPU, and ranks must agree.
         order = np.argsort(block, axis=1, kind="stable").reshape(len(block), -1, world_size)
         random.permuted(order, axis=2, out=order)
-        shuffle = np.argsort(random.random(order.shape[:2]), axis=1, kind="stable")
-        order = np.take_along_axis(order, shuffle[:, :, None], axis=1).reshape(block.shape)
-        parts.append((order + first + block.shape[1] * np.arange(len(block))[:, None]).reshape(-1))
+        order += first + block.shape[1] * np.arange(len(block))[:, None, None]
+        mixed = _mix(tokens[order].sum(axis=2), gradient_accumulation_steps, random)
+        parts.append(np.take_along_axis(order, mixed[:, :, None], axis=1).reshape(-1))
     return np.concatenate(parts)
+
+
+def _mix(tokens: np.ndarray, gradient_accumulation_steps: int, random: np.random.Generator) -> np.ndarray:
+    """The order of the micro-steps of each window: an optimizer step takes one of every K-th part of them by tokens.
+
+    Drawn at random instead, optimizer steps of a window would differ more in tokens, and a loss that is divided by
+    the tokens of a step would favour what is in the small ones (docs/balance.md has numbers).
+
+    Args:
+        tokens: int64 [windows, micro-steps of a window].
+
+    Returns:
+        int64, same shape, positions in the window.
+    """
+    parts = np.argsort(tokens, axis=1, kind="stable").reshape(len(tokens), gradient_accumulation_steps, -1)
+    random.permuted(parts, axis=2, out=parts)
+    steps = np.ascontiguousarray(parts.transpose(0, 2, 1))
+    random.permuted(steps, axis=2, out=steps)
+    return steps.reshape(tokens.shape)
 
 
 def best_balance(cost: np.ndarray, world_size: int, gradient_accumulation_steps: int) -> tuple[str, float]:

@@ -257,7 +257,8 @@ def _deal_epoch(
     balance = setting.balance
     if balance == "auto":
         balance, _ = best_balance(seconds[order], world_size, accumulation)
-    order = order[deal(seconds[order], world_size, accumulation, balance, random)]
+    work = sizes * tokens[bucket]
+    order = order[deal(seconds[order], work[order], world_size, accumulation, balance, random)]
 
     bucket, sizes, seconds, real = bucket[order], sizes[order], seconds[order], real[order]
     offsets = np.concatenate([[0], np.cumsum(sizes)])

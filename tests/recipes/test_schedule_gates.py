@@ -53,6 +53,8 @@ def test_weights_of_shapes_are_their_share_of_samples_and_of_tokens():
     assert shares["sample"] == pytest.approx(samples / samples.sum(), rel=1e-9)
     # Dividing by the tokens of each step, instead of the mean, leaves a little in favour of small steps.
     assert shares["token"] == pytest.approx(samples * tokens / (samples @ tokens), rel=0.04)
+    ((window, _),) = schedules(ROWS[2], COUNTS, SEEDS)
+    assert gradient_shares(window)["token"] == pytest.approx(samples * tokens / (samples @ tokens), rel=0.08)
     # Plain averaging of equal-token batches is the token mean but for rounding B down; a compute limit moves it.
     longest = list(COUNTS)[np.argmax(tokens)]
     place = list(COUNTS).index(longest)

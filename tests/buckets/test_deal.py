@@ -1,0 +1,53 @@
+"""Which micro-batches does dealing put side by side, and which micro-steps make an optimizer step?"""
+
+import numpy as np
+import pytest
+
+from adaptiveload_hf.buckets.deal import deal
+
+WORLD_SIZE, ACCUMULATION = 3, 4
+GROUP = WORLD_SIZE * ACCUMULATION
+
+
+def dealt(optimizer_steps, balance):
+    """cost and tokens, [optimizer steps, K, W], of random micro-batches in dealt order."""
+    random = np.random.default_rng(optimizer_steps)
+    cost, tokens = random.random(optimizer_steps * GROUP), random.integers(1, 10**6, optimizer_steps * GROUP)
+    order = deal(cost, tokens, WORLD_SIZE, ACCUMULATION, balance, random)
+    assert sorted(order) == list(range(len(cost)))
+    shape = (optimizer_steps, ACCUMULATION, WORLD_SIZE)
+    return cost[order].reshape(shape), tokens[order].reshape(shape)
+
+
+# 10 optimizer steps: two windows of 4 and one of 2.
+WINDOWS = [("step", [slice(i, i + 1) for i in range(10)]), ("window:4", [slice(0, 4), slice(4, 8), slice(8, 10)])]
+
+
+@pytest.mark.parametrize(("balance", "windows"), WINDOWS)
+def test_a_micro_step_holds_neighbours_in_cost(balance, windows):
+    cost, _ = dealt(10, balance)
+    for window in windows:
+        by_micro_step = np.sort(cost[window].reshape(-1, WORLD_SIZE), axis=1)
+        assert np.array_equal(np.sort(by_micro_step, axis=0).reshape(-1), np.sort(cost[window], axis=None))
+
+
+@pytest.mark.parametrize(("balance", "windows"), WINDOWS)
+def test_an_optimizer_step_takes_one_micro_step_of_each_part_of_its_window_by_tokens(balance, windows):
+    _, tokens = dealt(10, balance)
+    for window in windows:
+        micro_steps = tokens[window].sum(axis=2)
+        rank = micro_steps.reshape(-1).argsort().argsort().reshape(micro_steps.shape)
+        parts = np.sort(rank // len(micro_steps), axis=1)
+        assert np.array_equal(parts, np.broadcast_to(np.arange(ACCUMULATION), parts.shape))
+
+
+def test_places_inside_a_window_are_drawn_at_random():
+    _, tokens = dealt(4000, "window:2")
+    most = tokens.sum(axis=2).reshape(-1, 2 * ACCUMULATION).argmax(axis=1)
+    counts = np.bincount(most, minlength=2 * ACCUMULATION)
+    assert counts.min() > 190 and counts.max() < 310
+
+
+def test_none_leaves_the_order_as_it_is():
+    cost, _ = dealt(5, "none")
+    assert np.array_equal(cost.reshape(-1), np.random.default_rng(5).random(5 * GROUP))
