@@ -15,21 +15,7 @@ from .patterns import Site
 from .rewrite import PREFIX, Rewriter
 from .runtime import NORM_OPS, FusedOps, Verdict, forward_of
 from .source import FunctionSource, LeftEager, future_flags, running_source, shown_source
-
-# (class, digest of its forward) whose rewrite the tests compare with the original: outputs and all gradients.
-TESTED_SOURCES = {
-    ("diffusers.models.attention.JointTransformerBlock", "9dd8f9decdd27284"),
-    ("diffusers.models.normalization.AdaLayerNorm", "89c29c0e0e59a056"),
-    ("diffusers.models.normalization.AdaLayerNormContinuous", "da3e50ebcd024fc2"),
-    ("diffusers.models.normalization.AdaLayerNormZero", "93374820c014f812"),
-    ("diffusers.models.normalization.AdaLayerNormZeroSingle", "d48dfb2b1e75e64f"),
-    ("diffusers.models.normalization.CogVideoXLayerNormZero", "8e8e6c80a6b8de20"),
-    ("diffusers.models.normalization.SD35AdaLayerNormZeroX", "447682c6b939c97a"),
-    ("diffusers.models.transformers.cogvideox_transformer_3d.CogVideoXBlock", "f27caf0be5d9de2d"),
-    ("diffusers.models.transformers.transformer_flux.FluxSingleTransformerBlock", "57350a6dab842b40"),
-    ("diffusers.models.transformers.transformer_flux.FluxTransformerBlock", "0b184cbe172708b6"),
-    ("diffusers.models.transformers.transformer_wan.WanTransformerBlock", "21c15441b009932c"),
-}
+from .tested_sources import TESTED_SOURCES
 
 # Arguments of FusedOps: the module of the ops, devices, what is passed to every op.
 BACKENDS = {
@@ -106,7 +92,9 @@ class RewrittenForward:
         self.sites = rewriter.sites
         if rewriter.run():
             self.function, self.text = self._compiled(source)
-            tested = verify == "auto" and (self.name, source.digest) in TESTED_SOURCES
+            tested = (
+                verify == "auto" and TESTED_SOURCES.get(self.name.removeprefix("diffusers.models.")) == source.digest
+            )
             if verify != "never":
                 self.verdict = Verdict.TESTED if tested else Verdict.UNCHECKED
 

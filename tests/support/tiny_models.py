@@ -14,7 +14,7 @@ FAMILIES = ("wan", "wan_per_token", "wan_i2v", "sd3", "sd35", "flux", "cogvideox
 def tiny_model(family: str, seed: int = 0) -> torch.nn.Module:
     """A model of a family, in float32 and training mode; the same seed gives the same weights."""
     torch.manual_seed(seed)
-    return _randomized(_MAKERS[family]())
+    return randomized(_MAKERS[family]())
 
 
 def tiny_inputs(family: str, batch: int = 2, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict:
@@ -96,11 +96,11 @@ _MAKERS = {
 }
 
 
-def _randomized(model: torch.nn.Module) -> torch.nn.Module:
+def randomized(model: torch.nn.Module) -> torch.nn.Module:
     """Every parameter random, so that no modulation, gate or bias hides a mistake by being zero."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            spread = parameter.shape[1:].numel() ** -0.5 if parameter.ndim > 1 else 0.2
+            spread = max(parameter.shape[1:].numel(), 1) ** -0.5 if parameter.ndim > 1 else 0.2
             parameter.copy_(
                 torch.randn_like(parameter) * spread + (0.5 if "norm" in name and parameter.ndim == 1 else 0)
             )

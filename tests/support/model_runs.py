@@ -1,0 +1,99 @@
+"""What a patched model is compared in: outputs, gradients, and the row of docs/models.md."""
+
+import contextlib
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+
+import diffusers
+import torch
+from torch.utils import _pytree as pytree
+
+from adaptiveload_hf import UserError, patch_model
+from adaptiveload_hf.adaln.forwards import rewritten_behind
+from adaptiveload_hf.adaln.source import running_source
+
+from .model_configs import CASES, NO_TINY_CASE, tiny_case
+
+TABLE = Path(__file__).parents[2] / "docs" / "models.md"
+_COLUMNS = ("model", "class", "modulations", "gates", "attention", "left eager because")
+_HEAD = """# Which models are fused
+
+What `patch_model` does to a tiny configuration of each transformer and ControlNet of diffusers {version} that has
+adaptive layer norms: sites fused of sites found, over all blocks of that configuration. A test compares each with its
+unpatched self, outputs and all gradients, and checks that this table is up to date. It is written by
+`PYTHONPATH=tests python -m support.model_runs`. Where one modulation is missing and nothing is said, it is the output
+norm in the model's top-level forward, which is never rewritten.
+
+"""
+
+
+def run(model: torch.nn.Module, inputs: dict) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """All output tensors, and the gradient of each parameter for a loss that weighs every element differently."""
+    model.zero_grad()
+    torch.manual_seed(0)
+    takes_flag = "return_dict" in inspect.signature(model.forward).parameters
+    found = model(**inputs, **({"return_dict": False} if takes_flag else {}))
+    outputs = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+    loss = sum((o * torch.linspace(-1, 1, o.numel()).reshape(o.shape).to(o)).sum() for o in outputs if o.requires_grad)
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return [output.detach() for output in outputs], gradients
+
+
+def cast_inputs(inputs: dict, dtype: torch.dtype) -> dict:
+    """The same in another dtype, places apart."""
+
+    def cast(tensor):
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    kept = ("img_ids", "txt_ids", "position_ids")
+    return {
+        name: value if name in kept else pytree.tree_map_only(torch.Tensor, cast, value)
+        for name, value in inputs.items()
+    }
+
+
+def owners_with_sites() -> dict[str, str]:
+    """Class, without `diffusers.models.`, and digest of its forward, of all that is rewritten in any case."""
+    found = {}
+    for name in CASES:
+        model = tiny_case(name)[0]
+        with contextlib.suppress(UserError):
+            patch_model(model)
+        forwards = (rewritten_behind(getattr(vars(m).get("forward"), "__func__", None)) for m in model.modules())
+        rewritten = [forward for forward in forwards if forward is not None]
+        found |= {f.name.removeprefix("diffusers.models."): running_source(f.original).digest for f in rewritten}
+    return found
+
+
+def table() -> str:
+    """The text of docs/models.md."""
+    lines = [_HEAD.format(version=diffusers.__version__), _line(_COLUMNS), _line(["---"] * len(_COLUMNS))]
+    return "".join([*lines, *map(_line, _rows())])
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _rows() -> list[tuple[str, ...]]:
+    rows = []
+    for name, (class_name, _, _) in CASES.items():
+        try:
+            classes = patch_model(tiny_case(name)[0]).to_dict()["classes"]
+        except UserError as error:
+            rows.append((name, class_name, "0/0", "0/0", "0/0", str(error).partition(" (")[2].partition(" in ")[0]))
+            continue
+        counts = [
+            f"{sum(row[f'{kind}_fused'] for row in classes)}/{sum(row[f'{kind}_found'] for row in classes)}"
+            for kind in ("modulations", "gates", "attention")
+        ]
+        reasons = [f"{row['class'].rpartition('.')[2]}: {reason}" for row in classes for reason in row["left_eager"]]
+        reasons = [reason for reason in reasons if not reason.startswith(f"{class_name}: a model's top-level forward")]
+        rows.append((name, class_name, *counts, "<br>".join(dict.fromkeys(reasons))))
+    return rows + [("", name, "", "", "", reason) for name, reason in sorted(NO_TINY_CASE.items())]
+
+
+if __name__ == "__main__":
+    TABLE.write_text(table())
