@@ -40,7 +40,7 @@ LAYERS = [
         "card",
         "config_file",
     },
-    {"buckets.workload"},
+    {"adaln.pairs", "buckets.workload"},
     {"adaln.registry", "adaln.rewrite", "buckets.plan", "buckets.schedule", "buckets.tar_index"},
     {"adaln.schemas", "buckets.ranks", "buckets.simulate", "buckets.sources"},
     {"adaln.ops", "buckets.sampler", "config", "distributed", "report"},

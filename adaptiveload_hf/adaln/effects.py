@@ -266,6 +266,16 @@ class Effects:
         is_variable = isinstance(node, ast.Name) and node.id == name
         return is_variable and (not isinstance(node.ctx, ast.Store) or id(node) in self._augmented)
 
+    def assigned_before(self, statement: ast.stmt, name: str) -> ast.stmt | None:
+        """The statement before this one that assigns a variable last, if both stand in one basic block."""
+        place = self._places[id(statement)]
+        for earlier in reversed(place.block[: place.index]):
+            if not isinstance(earlier, _SIMPLE):
+                return None
+            if any(isinstance(node, ast.Name) and node.id == name and _stores(node) for node in ast.walk(earlier)):
+                return earlier
+        return None
+
     def stored_between(self, first: ast.stmt, last: ast.stmt) -> set[str]:
         """Variables assigned by the statements between two of the same block."""
         block, begin, end = self._places[id(first)].block, self._places[id(first)].index, self._places[id(last)].index

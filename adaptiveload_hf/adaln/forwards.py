@@ -90,7 +90,9 @@ class RewrittenForward:
         source = running_source(self.original)
         rewriter = self._rewriter(source)
         self.sites = rewriter.sites
-        if rewriter.run():
+        is_rewritten = rewriter.run()
+        self.sites = rewriter.sites
+        if is_rewritten:
             self.function, self.text = self._compiled(source)
             tested = (
                 verify == "auto" and TESTED_SOURCES.get(self.name.removeprefix("diffusers.models.")) == source.digest
@@ -101,8 +103,7 @@ class RewrittenForward:
     def _rewriter(self, source: FunctionSource) -> Rewriter:
         _, norms, names, _, _ = self._made_from
         function_globals = inspect.unwrap(self.original).__globals__
-        wanted = {path: NORM_OPS.get(kind) in names or kind is type(None) for path, kind in norms}
-        return Rewriter(source.tree, function_globals, wanted, gates="gate_residual" in names)
+        return Rewriter(source.tree, function_globals, {path: NORM_OPS.get(kind) for path, kind in norms}, names)
 
     def _compiled(self, source: FunctionSource) -> tuple[types.FunctionType, str]:
         """Compile a rewritten tree among the globals, and with the defaults, of the original."""

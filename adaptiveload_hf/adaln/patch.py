@@ -171,6 +171,11 @@ def _checked_ops(ops: str | Collection[str]) -> frozenset[str]:
     if unknown or not names:
         found = ", ".join(unknown) or "nothing"
         raise UserError(f'ops must be "all" or some of {", ".join(OPS)}, but it names {found}.')
+    if "gate_residual_layer_norm_modulate" in names and not {"layer_norm_modulate", "gate_residual"} <= set(names):
+        raise UserError(
+            "ops names gate_residual_layer_norm_modulate, which needs layer_norm_modulate and gate_residual beside "
+            "it: they run where both in one do not apply. Name all three."
+        )
     return frozenset(names)
 
 

@@ -7,7 +7,8 @@ from ..errors import UserError
 from .forwards import RewrittenForward
 from .runtime import Verdict
 
-_KINDS = ("modulations", "gates", "attention")
+_SITES = {"modulations": "modulation", "gates": "gate", "norms": "norm", "pairs": "pair"}
+_KINDS = (*_SITES, "attention")
 _COLUMNS = ("class", "instances", *_KINDS, "how", "left eager because")
 
 
@@ -95,17 +96,18 @@ class PatchReport:
         raise UserError(f"no class {class_name} was patched. These were: {patched}.")
 
     def to_dict(self) -> dict:
-        """{"classes": [{"class", "instances", "modulations_fused", "modulations_found", "gates_fused", "gates_found",
-        "attention_fused", "attention_found", "how", "left_eager"}], "backends": {op: where}, "extension_missing": str
-        or None}. Counts are of sites in the source, over all instances, and of self-attention processors."""
+        """{"classes": [{"class", "instances", "<kind>_fused", "<kind>_found", "how", "left_eager"}], "backends":
+        {op: where}, "extension_missing": str or None}, the kinds being modulations, gates, norms, pairs and attention.
+
+        Counts are of sites in the source, over all instances, and of self-attention processors. The gate and the norm
+        of a pair count as such too: they run alone where the pair does not apply.
+        """
         classes = [
             {
                 "class": name,
                 "instances": max(row.forwards.total(), row.attention_found),
-                "modulations_fused": row.count("modulation", fused=True),
-                "modulations_found": row.count("modulation", fused=False),
-                "gates_fused": row.count("gate", fused=True),
-                "gates_found": row.count("gate", fused=False),
+                **{f"{name}_fused": row.count(kind, fused=True) for name, kind in _SITES.items()},
+                **{f"{name}_found": row.count(kind, fused=False) for name, kind in _SITES.items()},
                 "attention_fused": row.attention_fused,
                 "attention_found": row.attention_found,
                 "how": row.how,
@@ -122,7 +124,7 @@ class PatchReport:
             reasons = row["left_eager"] or [""]
             name = row["class"].rpartition(".")[2]
             lines.append((name, str(row["instances"]), *counts, row["how"], reasons[0]))
-            lines += [("", "", "", "", "", reason) for reason in reasons[1:]]
+            lines += [(*[""] * (len(_COLUMNS) - 1), reason) for reason in reasons[1:]]
         widths = [max(len(line[column]) for line in lines) for column in range(len(_COLUMNS) - 1)]
         table = [" | ".join([*(cell.ljust(w) for cell, w in zip(line, widths)), line[-1]]).rstrip() for line in lines]
         table.insert(1, "-+-".join("-" * width for width in [*widths, len(_COLUMNS[-1])]))

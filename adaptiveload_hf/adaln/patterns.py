@@ -1,7 +1,7 @@
 """Where does a forward modulate a norm's result or add a gated branch?
 
-Two patterns: `norm(x) * (1 + scale) + shift` and `x + gate * y`, where a variable may hold the norm's result or the
-product, and a cast back to x's dtype may stand around.
+The patterns: `norm(x) * (1 + scale) + shift` and `x + gate * y`, where a variable may hold the norm's result or the
+product, and a cast back to x's dtype may stand around; and `norm(x.float()).type_as(x)`, a norm between two casts.
 """
 
 import ast
@@ -16,7 +16,7 @@ class Site:
     """One place where a forward modulates a norm's result or adds a gated branch.
 
     Args:
-        kind: "modulation" or "gate".
+        kind: "modulation", "gate", "norm" (between two casts), or "pair" (a residual and the norm of it).
         text: its expression, shortened.
         reason: why it stays eager; None once it is fused.
     """
@@ -31,21 +31,28 @@ class Match:
     """An expression that has the form of a site.
 
     Args:
-        node: the sum (or product) itself.
+        node: the sum (or product, or norm) itself.
         outer: the cast around it, else `node`.
         statement: what it stands in.
         main: the normed value, or x of `x + gate * y`.
         second: scale, or the product `gate * y`, or the variable that may hold it.
         shift: of a modulation, None if it has none.
+        cast_back: whether the op casts as `outer` does; known once it is fused.
     """
 
     site: Site
-    node: ast.BinOp
+    node: ast.expr
     outer: ast.expr
     statement: ast.stmt
     main: ast.expr
     second: ast.expr
     shift: ast.expr | None = None
+    cast_back: bool = False
+
+    @property
+    def replaced(self) -> ast.expr:
+        """What the op stands for."""
+        return self.outer if self.cast_back else self.node
 
     def fold_cast(self, x: ast.expr) -> tuple[ast.expr, bool]:
         """(x itself, True) if the cast around leads back to the dtype of a variable x, given as `x` or `x.float()`."""
@@ -111,7 +118,8 @@ class Finder:
 
     def _find(self, node: ast.AST, statement: ast.stmt, nested: bool) -> Iterator[Match]:
         inner = cast(node)[0]
-        match = self._modulation(inner, node, statement) or self._gate(inner, node, statement)
+        forms = (self._modulation, self._gate, self._norm_between_casts)
+        match = next(filter(None, (form(inner, node, statement) for form in forms)), None)
         if match is not None:
             if nested:
                 match.site.reason = "it stands in a nested function or comprehension"
@@ -138,6 +146,24 @@ class Finder:
                 site = Site("gate", shortened(node), "its product is not computed in the same basic block")
                 return Match(site, node, outer, statement, x, product)
         return None
+
+    def _norm_between_casts(self, node: ast.AST, outer: ast.AST, statement: ast.stmt) -> Match | None:
+        if node is outer or not self.is_norm_call(node) or without_float(node.args[0]) is node.args[0]:
+            return None
+        match = Match(Site("norm", shortened(outer), ""), node, outer, statement, node, ast.Constant(None))
+        return match if match.fold_cast(node.args[0])[1] else None
+
+    def residual_of(self, statement: ast.stmt) -> Match | None:
+        """The match of a sum that a statement `x = ...` assigns as a whole, gated or not."""
+        if not _assigns_variable(statement):
+            return None
+        node = cast(statement.value)[0]
+        for match in (match for match in self.matches if match.node is node):
+            return match if match.site.kind == "gate" else None
+        sums = [Match(Site("sum", "", None), node, statement.value, statement, *s) for s in _both_ways(node, ast.Add)]
+        if not sums or any(isinstance(part, ast.Constant) for part in (node.left, node.right)):
+            return None
+        return next((match for match in sums if match.fold_cast(match.main)[1]), sums[0])
 
 
 def cast(node: ast.AST) -> tuple[ast.AST, ast.expr | None]:

@@ -5,6 +5,11 @@ Each site asks at each call whether the fused op applies, and else runs the orig
     (_adaln.modulate(self.norm, x, scale, shift) if _adaln.can_modulate(self.norm, x, scale, shift)
      else self.norm(x) * (1 + scale) + shift)
 
+A residual whose norm comes next gives both at once, and the norm's place takes what was given:
+
+    x, n = _adaln.pair(...) if _adaln.can_pair(...) else (<x + gate * y as above>, None)
+    y = n if n is not None else <norm(x) * (1 + scale) + shift as above>
+
 What `effects` cannot prove to be movable stays as it is.
 """
 
@@ -13,6 +18,7 @@ import copy
 from collections.abc import Callable, Iterable
 
 from .effects import Effects
+from .pairs import FusedNorm, Pair, check_movable_up, find_pairs
 from .patterns import Finder, Match, Site, shortened, without_float
 from .source import LeftEager
 
@@ -25,25 +31,30 @@ class Rewriter:
     Args:
         function: its tree.
         function_globals: its globals.
-        norms: `a.b`, as in the source, for each `self.a.b` that is a norm with an op; and whether to use that op.
-        gates: whether to use the op for gated residuals.
+        norms: the op of each norm `self.a.b`, by `a.b` as in the source; None where this child is absent.
+        names: the ops to use.
     """
 
-    def __init__(self, function: ast.FunctionDef, function_globals: dict, norms: dict[str, bool], gates: bool):
+    def __init__(
+        self, function: ast.FunctionDef, function_globals: dict, norms: dict[str, str | None], names: frozenset[str]
+    ):
         self._function = function
         self._norms = norms
-        self._gates = gates
+        self._names = names
         self._effects = Effects(function, function_globals)
         self._finder = Finder(self._effects, norms.__contains__)
         self._new_expressions: dict[int, ast.expr] = {}
         self._new_statements: dict[int, list[ast.stmt]] = {}
         self._dropped: dict[int, list[ast.Name]] = {}
+        self._fused_norms: list[FusedNorm] = []
+        self._bindings: dict[int, dict[str, tuple[ast.expr, ast.expr]]] = {}
+        self._pairs: list[Pair] = []
         self._number = 0
 
     @property
     def sites(self) -> list[Site]:
         """All that were found, fused or not."""
-        return [match.site for match in self._finder.matches]
+        return [match.site for match in (*self._finder.matches, *self._pairs)]
 
     def run(self) -> bool:
         """Rewrite; whether anything changed. `sites` then tells what and what not.
@@ -55,27 +66,43 @@ class Rewriter:
         if any(isinstance(n, ast.Name) and n.id.startswith(PREFIX) for n in ast.walk(self._function)):
             raise LeftEager(f"its forward uses names that begin with {PREFIX}")
         for match in self._finder.matches:
-            if match.site.kind == "modulation" and self._finder.is_norm_call(match.main):
+            if match.site.kind in ("modulation", "norm") and self._finder.is_norm_call(match.main):
                 self._attempt([match], self._wants(match.main), lambda match=match: self._fuse_modulation(match))
             elif match.site.kind == "gate" and isinstance(match.second, ast.BinOp):
-                self._attempt([match], self._gates, lambda match=match: self._fuse_gate(match))
+                self._attempt([match], self._wants_gates, lambda match=match: self._fuse_gate(match))
         for definition in self._finder.definitions:
             readers = self._finder.readers(definition)
             if self._finder.is_norm_definition(definition):
                 fuse, wanted = self._fuse_held_norm, self._wants(definition.value)
             else:
-                fuse, wanted = self._fuse_held_product, self._gates
+                fuse, wanted = self._fuse_held_product, self._wants_gates
             self._attempt(readers, wanted, lambda fuse=fuse, d=definition, readers=readers: fuse(d, readers))
+        if "gate_residual_layer_norm_modulate" in self._names:
+            pairs = find_pairs(self._effects, self._finder, self._fused_norms)
+            self._pairs = [pair for pair in pairs if self._has_op(pair)]
+            for pair in self._pairs:
+                self._attempt([pair], True, lambda pair=pair: self._fuse_pair(pair))
         if self._new_expressions:
             _Replacer(self._new_expressions, self._new_statements, self._dropped).visit(self._function)
             ast.fix_missing_locations(self._function)
             return True
         return False
 
-    def _wants(self, norm_call: ast.Call) -> bool:
+    @property
+    def _wants_gates(self) -> bool:
+        return "gate_residual" in self._names
+
+    def _op_of(self, norm_call: ast.Call) -> str | None:
         return self._norms[self._effects.path(norm_call.func)]
 
-    def _attempt(self, matches: list[Match], wanted: bool, fuse: Callable[[], Iterable[Match]]) -> None:
+    def _wants(self, norm_call: ast.Call) -> bool:
+        return self._op_of(norm_call) in {*self._names, None}
+
+    def _has_op(self, pair: Pair) -> bool:
+        is_fused = pair.residual.site.reason is None
+        return is_fused and self._op_of(pair.norm.call) in ("layer_norm_modulate", None)
+
+    def _attempt(self, matches: list[Match | Pair], wanted: bool, fuse: Callable[[], Iterable]) -> None:
         if not matches:
             return
         try:
@@ -91,44 +118,50 @@ class Rewriter:
 
     def _fuse_modulation(self, match: Match) -> list[Match]:
         norm, x = match.main.func, match.main.args[0]
-        raw_x, cast_back = match.fold_cast(x)
+        raw_x, match.cast_back = match.fold_cast(x)
         self._check_pure(x, match.second, match.shift)
         self._check_kept(match.statement, raw_x, match.second)
         bound_x, use_x = self._bind("x", raw_x)
-        self._modulate(match, cast_back, norm, bound_x, use_x, _copied(match.outer if cast_back else match.node))
+        self._modulate(match, norm, bound_x, use_x, _copied(match.replaced))
+        self._fused_norms.append(FusedNorm(match, match.main, match.statement))
         return [match]
 
-    def _modulate(self, match, cast_back, norm, bound_x, use_x, literal, is_plain=None) -> None:
+    def _modulate(self, match, norm, bound_x, use_x, literal, is_plain=None) -> None:
         bound_scale, use_scale = self._bind("s", match.second)
         bound_shift, use_shift = self._bind("t", match.shift or ast.Constant(None))
         test = _call("can_modulate", norm, bound_x, bound_scale, bound_shift)
-        fused = _call("modulate", norm, use_x, use_scale, use_shift, **_flag(cast_back))
+        fused = _call("modulate", norm, use_x, use_scale, use_shift, **_flag(cast_back=match.cast_back))
         test = ast.BoolOp(ast.And(), [is_plain, test]) if is_plain else test
-        self._new_expressions[id(match.outer if cast_back else match.node)] = ast.IfExp(test, fused, literal)
+        self._new_expressions[id(match.replaced)] = ast.IfExp(test, fused, literal)
 
     def _fuse_gate(self, match: Match) -> list[Match]:
         gate, y = self._finder.gate_and_branch(match.second)
-        x, cast_back = match.fold_cast(match.main)
-        raw_y = without_float(y) if cast_back else y
+        self._add_gated(match, *self._bind_sum(match, y, gate))
+        return [match]
+
+    def _bind_sum(self, match: Match, y: ast.expr, gate: ast.expr):
+        """What evaluates x, y and gate and what then stands for each; and the latter by what they stand for.
+
+        Each operand is evaluated once, in the order of the source.
+        """
+        x, match.cast_back = match.fold_cast(match.main)
+        raw_y = without_float(y) if match.cast_back else y
         if x is not match.main and not self._effects.pure(raw_y):
             raise LeftEager("x is cast before its branch is computed")
         if raw_y is not y:
             self._check_kept(match.statement, raw_y)
-        # Each operand is evaluated once, in the order of the source.
         parts = sorted([("x", x), ("y", raw_y), ("gate", gate)], key=lambda item: _position(item[1]))
         bindings = {name: self._bind(name[0], part) for name, part in parts}
-        substitutes = {id(part): bindings[name][1] for name, part in parts}
-        self._add_gated(match, cast_back, bindings, substitutes)
-        return [match]
+        return bindings, {id(part): bindings[name][1] for name, part in parts}
 
-    def _add_gated(self, match, cast_back, bindings, substitutes) -> None:
+    def _add_gated(self, match: Match, bindings, substitutes) -> None:
         """`bindings`: for x, y and gate what evaluates it and what then stands for it."""
+        used = {name: use for name, (_, use) in bindings.items()}
         test = _call("can_gate", **{name: bound for name, (bound, _) in bindings.items()})
-        x, y, gate = (bindings[name][1] for name in ("x", "y", "gate"))
-        fused = _call("gate_residual", x, y, gate, **_flag(cast_back))
-        original = match.outer if cast_back else match.node
-        self._new_expressions[id(original)] = ast.IfExp(test, fused, _copied(original, substitutes))
-        self._drop_after(match.statement, y)
+        fused = _call("gate_residual", used["x"], used["y"], used["gate"], **_flag(cast_back=match.cast_back))
+        self._new_expressions[id(match.replaced)] = ast.IfExp(test, fused, _copied(match.replaced, substitutes))
+        self._bindings[id(match)] = bindings
+        self._drop_after(match.statement, used["y"])
 
     # -------------------------------------------------------------------------- sites held in a variable
 
@@ -136,15 +169,15 @@ class Rewriter:
         """`n = norm(x)` becomes: keep x, and call the norm now only if it is not plain. The uses of n modulate x."""
         matches = self._only_uses(definition, readers, "main")
         norm, x = definition.value.func, definition.value.args[0]
-        raw_x, casts_back, norms = without_float(x), [], {ast.unparse(norm): norm}
+        raw_x, norms = without_float(x), {ast.unparse(norm): norm}
         for match in matches:
             self._check_pure(match.second, match.shift)
             self._check_kept(match.statement, match.second)
             norms_between = self._check_movable(definition, match, match.main, self._effects.names(x))
             norms |= {ast.unparse(other): other for other in norms_between}
             rebound = self._effects.stored_between(definition, match.statement) & self._effects.names(raw_x)
-            casts_back.append(match.fold_cast(x)[1] and not rebound)
-        if raw_x is not x and not all(casts_back):
+            match.cast_back = match.fold_cast(x)[1] and not rebound
+        if raw_x is not x and not all(match.cast_back for match in matches):
             raise LeftEager("its input is cast, and not every use casts back to the input's dtype")
         self._check_kept(definition, x)
         kept_x, normed = self._new_name("x"), self._new_name("n")
@@ -152,11 +185,12 @@ class Rewriter:
         is_plain = ast.Compare(normed, [ast.Is()], [ast.Constant(None)])
         unless_plain = ast.IfExp(_call("is_plain", *norms.values()), ast.Constant(None), call)
         self._new_statements[id(definition)] = [_assign(kept_x, raw_x), _assign(normed, unless_plain)]
-        for match, cast_back in zip(matches, casts_back):
-            original = {id(match.main): ast.IfExp(is_plain, call, normed)}
-            literal = _copied(match.outer if cast_back else match.node, original)
-            self._modulate(match, cast_back, norm, kept_x, kept_x, literal, is_plain)
+        for match in matches:
+            literal = _copied(match.replaced, {id(match.main): ast.IfExp(is_plain, call, normed)})
+            self._modulate(match, norm, kept_x, kept_x, literal, is_plain)
         self._drop_after(matches[-1].statement, kept_x, normed)
+        if len(matches) == 1:
+            self._fused_norms.append(FusedNorm(matches[0], definition.value, definition, unless_plain))
         return matches
 
     def _fuse_held_product(self, definition: ast.Assign, readers: list[Match]) -> list[Match]:
@@ -165,8 +199,8 @@ class Rewriter:
         if more:
             raise LeftEager(f"{definition.targets[0].id} is added more than once")
         gate, y = self._finder.gate_and_branch(definition.value)
-        x, cast_back = match.fold_cast(match.main)
-        raw_y = without_float(y) if cast_back else y
+        x, match.cast_back = match.fold_cast(match.main)
+        raw_y = without_float(y) if match.cast_back else y
         kept = self._effects.names(gate) | self._effects.names(raw_y)
         if self._check_movable(definition, match, match.second, kept):
             raise LeftEager("a norm is called in between")
@@ -177,8 +211,53 @@ class Rewriter:
         self._new_statements[id(definition)] = [_assign(names[name], part) for name, part in parts]
         bindings = {"x": self._bind("x", x), **{name: (value, value) for name, value in names.items()}}
         product = _copied(definition.value, {id(part): names[name] for name, part in parts})
-        self._add_gated(match, cast_back, bindings, {id(match.second): product, id(x): bindings["x"][1]})
+        self._add_gated(match, bindings, {id(match.second): product, id(x): bindings["x"][1]})
         return [match]
+
+    # ------------------------------------------------------------------------- a residual and its next norm
+
+    def _fuse_pair(self, pair: Pair) -> list[Pair]:
+        """The residual's statement gives its norm too, if the op applies; the place of the norm takes that."""
+        residual, norm, statement = pair.residual, pair.norm.match, pair.residual.statement
+        others = check_movable_up(self._effects, self._finder, pair)
+        bindings, alone = self._residual_alone(residual)
+        if statement.value is not residual.replaced:
+            raise LeftEager("its residual is cast to another dtype")
+        normed = self._new_name("n")
+        operands = {name: bound for name, (bound, _) in bindings.items()}
+        used = {name: use for name, (_, use) in bindings.items()}
+        for name, node in (("scale", norm.second), ("shift", norm.shift or ast.Constant(None))):
+            operands[name], used[name] = self._bind(name[:2], _copied(node))
+        operands["norm"] = used["norm"] = pair.norm.call.func
+        cast_back = _flag(cast_back=residual.cast_back)
+        test = _call("can_pair", **operands, **cast_back)
+        test = ast.BoolOp(ast.And(), [test, _call("is_plain", *others)]) if others else test
+        both = _call("pair", **used, **cast_back, **_flag(norm_casts_back=norm.cast_back))
+        if isinstance(alone, ast.IfExp):
+            alone.test = _call("can_gate", x=used["x"], y=used["y"], gate=used["gate"])
+        self._new_expressions[id(residual.replaced)] = ast.IfExp(test, both, _tuple(alone, ast.Constant(None)))
+        targets = _tuple(*statement.targets, normed, context=ast.Store())
+        self._new_statements[id(statement)] = [ast.Assign([targets], residual.replaced)]
+        self._take_given(pair.norm, normed)
+        return [pair]
+
+    def _residual_alone(self, residual: Match):
+        """(what evaluates x, y and gate and what then stands for each, the residual where the norm does not join)."""
+        if residual.site.kind == "gate":
+            return self._bindings[id(residual)], self._new_expressions[id(residual.replaced)]
+        no_gate = ast.copy_location(ast.Constant(None), residual.second)
+        bindings, substitutes = self._bind_sum(residual, residual.second, no_gate)
+        self._drop_after(residual.statement, bindings["x"][1], bindings["y"][1])
+        return bindings, _copied(residual.replaced, substitutes)
+
+    def _take_given(self, norm: FusedNorm, normed: ast.Name) -> None:
+        """Where a norm stands, take what its residual gave, if it did."""
+        given = ast.Compare(normed, [ast.IsNot()], [ast.Constant(None)])
+        replaced = id(norm.match.replaced)
+        self._new_expressions[replaced] = ast.IfExp(given, normed, self._new_expressions[replaced])
+        if norm.unless_plain is not None:
+            norm.unless_plain.test = ast.BoolOp(ast.Or(), [given, norm.unless_plain.test])
+        self._drop_after(norm.match.statement, normed)
 
     def _only_uses(self, definition: ast.Assign, readers: list[Match], part: str) -> list[Match]:
         """The matches that read what a definition gives its variable, if nothing else reads it."""
@@ -254,8 +333,12 @@ def _call(function: str, *arguments: ast.expr, **keywords: ast.expr) -> ast.Call
     return ast.Call(ast.Attribute(ast.Name(PREFIX, ast.Load()), function, ast.Load()), list(arguments), named)
 
 
-def _flag(cast_back: bool) -> dict[str, ast.expr]:
-    return {"cast_back": ast.Constant(True)} if cast_back else {}
+def _flag(**flags: bool) -> dict[str, ast.expr]:
+    return {name: ast.Constant(True) for name, is_set in flags.items() if is_set}
+
+
+def _tuple(*parts: ast.expr, context: ast.expr_context | None = None) -> ast.Tuple:
+    return ast.Tuple(list(parts), context or ast.Load())
 
 
 def _assign(name: ast.Name, value: ast.expr) -> ast.Assign:

@@ -49,35 +49,25 @@ class FusedOps:
         """Whether norms are known ones whose calls do nothing but their arithmetic."""
         return _no_hooks_on(*norms) and all(NORM_OPS.get(type(norm)) in self.names for norm in norms)
 
-    def can_modulate(self, norm: nn.Module, x: Tensor, scale: Tensor, shift: Tensor | None) -> bool:
+    def can_modulate(self, norm: nn.Module, x: Tensor, scale: Tensor | None, shift: Tensor | None) -> bool:
         """Whether `modulate` stands for `norm(x) * (1 + scale) + shift`: equal but for rounding, nothing skipped."""
         return (
             self.is_plain(norm)
             and self._is_stream(x)
             and _normalizes_rows_of(norm, x)
-            and _affine_fits(norm, x)
+            and _affine_fits(norm, x, x.dtype)
             and _fits_rows(scale, x)
-            and (shift is None or _fits_rows(shift, x))
+            and _fits_rows(shift, x)
         )
 
     def modulate(
-        self, norm: nn.Module, x: Tensor, scale: Tensor, shift: Tensor | None, cast_back: bool = False
+        self, norm: nn.Module, x: Tensor, scale: Tensor | None, shift: Tensor | None, cast_back: bool = False
     ) -> Tensor:
         """norm(x) * (1 + scale) + shift, of x's dtype with `cast_back`, else of the dtype that eager gives."""
-        if cast_back:
-            out_dtype = x.dtype
-        elif _lowers_to_autocast(norm, x):
-            out_dtype = torch.get_autocast_dtype("cuda")
-        else:
-            out_dtype = torch.promote_types(_norm_dtype(norm, x), scale.dtype)
-            out_dtype = out_dtype if shift is None else torch.promote_types(out_dtype, shift.dtype)
+        out_dtype = x.dtype if cast_back else _modulated_dtype(norm, x, x.dtype, scale, shift)
         options = {"eps": norm.eps, "weight": norm.weight, "out_dtype": out_dtype, **self.options}
         if NORM_OPS[type(norm)] == "layer_norm_modulate":
-            affine = {"weight": norm.weight, "bias": norm.bias}
-            return self.ops.layer_norm_modulate(
-                x, scale, shift, eps=norm.eps, out_dtype=out_dtype, **affine, **self.options
-            )
-        options = {"eps": norm.eps, "weight": norm.weight, "out_dtype": out_dtype, **self.options}
+            return self.ops.layer_norm_modulate(x, scale, shift, bias=norm.bias, **options)
         return self.ops.rms_norm_modulate(x, scale, shift, **options)
 
     def can_gate(self, x: Tensor, y: Tensor, gate: Tensor) -> bool:
@@ -86,10 +76,57 @@ class FusedOps:
 
     def gate_residual(self, x: Tensor, y: Tensor, gate: Tensor, cast_back: bool = False) -> Tensor:
         """x + gate * y, of x's dtype with `cast_back`, else of the dtype that eager gives."""
-        out_dtype = x.dtype
-        if not cast_back:
-            out_dtype = torch.promote_types(torch.promote_types(x.dtype, y.dtype), gate.dtype)
+        out_dtype = x.dtype if cast_back else _promoted(x.dtype, y, gate)
         return self.ops.gate_residual(x, y, gate, out_dtype=out_dtype, **self.options)
+
+    def can_pair(
+        self,
+        x: Tensor,
+        y: Tensor,
+        gate: Tensor | None,
+        scale: Tensor | None,
+        shift: Tensor | None,
+        norm: nn.Module,
+        cast_back: bool = False,
+    ) -> bool:
+        """Whether `pair` stands for a residual as in `can_gate` (or `x + y`) and a modulation of it."""
+        return (
+            self.is_plain(norm)
+            and NORM_OPS[type(norm)] == "layer_norm_modulate"
+            and self.can_gate(x, y, gate)
+            and _normalizes_rows_of(norm, x)
+            and _affine_fits(norm, x, x.dtype if cast_back else _promoted(x.dtype, y, gate))
+            and _fits_rows(scale, x)
+            and _fits_rows(shift, x)
+        )
+
+    def pair(
+        self,
+        x: Tensor,
+        y: Tensor,
+        gate: Tensor | None,
+        scale: Tensor | None,
+        shift: Tensor | None,
+        norm: nn.Module,
+        cast_back: bool = False,
+        norm_casts_back: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """(residual, norm(residual) * (1 + scale) + shift), of dtypes as in `gate_residual` and `modulate`."""
+        residual_dtype = x.dtype if cast_back else _promoted(x.dtype, y, gate)
+        out_dtype = residual_dtype if norm_casts_back else _modulated_dtype(norm, x, residual_dtype, scale, shift)
+        return self.ops.gate_residual_layer_norm_modulate(
+            x,
+            y,
+            gate,
+            scale,
+            shift,
+            eps=norm.eps,
+            weight=norm.weight,
+            bias=norm.bias,
+            residual_dtype=residual_dtype,
+            out_dtype=out_dtype,
+            **self.options,
+        )
 
     def can_turn(self, norms: tuple[nn.Module, ...], x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> bool:
         """Whether `rms_norm_rope` stands for the norms of projections of x [B, S, D] and the rotation after them."""
@@ -138,8 +175,10 @@ def _same_place(x: Tensor, y: Tensor) -> bool:
     return x.shape == y.shape and x.device == y.device
 
 
-def _fits_rows(m: Tensor, x: Tensor) -> bool:
-    """[B or 1, 1 or S, D] as broadcasting reads it. (The ops also take frames; eager arithmetic does not.)"""
+def _fits_rows(m: Tensor | None, x: Tensor) -> bool:
+    """None, or [B or 1, 1 or S, D] as broadcasting reads it. (The ops also take frames; eager arithmetic does not.)"""
+    if m is None:
+        return True
     if not _is_tensor(m) or m.ndim != 3 or m.device != x.device or m.shape[2] != x.shape[2]:
         return False
     return m.shape[0] in (1, x.shape[0]) and m.shape[1] in (1, x.shape[1])
@@ -170,18 +209,19 @@ def _fits_heads(table: Tensor, x: Tensor, norm: nn.RMSNorm, heads: int) -> bool:
     return batch in (1, x.shape[0]) and tokens == x.shape[1] and ones == 1 and head_width * heads == width
 
 
-def _affine_fits(norm: nn.Module, x: Tensor) -> bool:
-    """The norm's own weight and bias are plain, on x's device, and of a dtype that eager takes together with x."""
+def _affine_fits(norm: nn.Module, x: Tensor, dtype: torch.dtype) -> bool:
+    """The norm's weight and bias are plain, on x's device, and of a dtype that eager takes with inputs of `dtype`."""
     if NORM_OPS[type(norm)] == "rms_norm_modulate":
-        return norm.eps is not None and getattr(norm, "bias", None) is None and _fits_column(norm.weight, x, norm)
-    return _fits_column(norm.weight, x, norm) and _fits_column(norm.bias, x, norm)
+        plain = norm.eps is not None and getattr(norm, "bias", None) is None
+        return plain and _fits_column(norm.weight, x, dtype, norm)
+    return _fits_column(norm.weight, x, dtype, norm) and _fits_column(norm.bias, x, dtype, norm)
 
 
-def _fits_column(parameter: Tensor | None, x: Tensor, norm: nn.Module) -> bool:
+def _fits_column(parameter: Tensor | None, x: Tensor, dtype: torch.dtype, norm: nn.Module) -> bool:
     if parameter is None:
         return True
     any_dtype = type(norm) in (FP32LayerNorm, RMSNorm) or _lowers_to_autocast(norm, x)
-    return _is_tensor(parameter) and parameter.device == x.device and (any_dtype or parameter.dtype == x.dtype)
+    return _is_tensor(parameter) and parameter.device == x.device and (any_dtype or parameter.dtype == dtype)
 
 
 def _normalizes_rows_of(norm: nn.Module, x: Tensor) -> bool:
@@ -190,10 +230,23 @@ def _normalizes_rows_of(norm: nn.Module, x: Tensor) -> bool:
     return tuple(norm.normalized_shape) == tuple(x.shape[-1:])
 
 
-def _norm_dtype(norm: nn.Module, x: Tensor) -> torch.dtype:
-    """The dtype of norm(x) in eager mode without autocast."""
+def _promoted(dtype: torch.dtype, *tensors: Tensor | None) -> torch.dtype:
+    for tensor in tensors:
+        dtype = dtype if tensor is None else torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+def _modulated_dtype(norm, x: Tensor, dtype: torch.dtype, scale: Tensor | None, shift: Tensor | None) -> torch.dtype:
+    """Of the modulated norm of an input of `dtype`, on x's device."""
+    if _lowers_to_autocast(norm, x):
+        return torch.get_autocast_dtype("cuda")
+    return _promoted(_norm_dtype(norm, dtype), scale, shift)
+
+
+def _norm_dtype(norm: nn.Module, dtype: torch.dtype) -> torch.dtype:
+    """What norm(x) has in eager mode without autocast, for x of `dtype`."""
     if type(norm) is not RMSNorm or norm.weight is None:
-        return x.dtype
+        return dtype
     half = norm.weight.dtype in (torch.float16, torch.bfloat16)
     return norm.weight.dtype if half else torch.promote_types(torch.float32, norm.weight.dtype)
 

@@ -40,16 +40,16 @@ def test_the_printed_report_is_a_table_and_a_line_per_op():
     model = tiny_model("sd35")
     lines = str(patch_model(model)).splitlines()
     assert [cell.strip() for cell in lines[0].split("|")] == [
-        *("class", "instances", "modulations", "gates", "attention", "how", "left eager because")
+        *("class", "instances", "modulations", "gates", "norms", "pairs", "attention", "how", "left eager because")
     ]
     cells = {
-        cell[0]: cell[1:6] for cell in ([c.strip() for c in line.split("|")] for line in lines[2:] if "|" in line)
+        cell[0]: cell[1:8] for cell in ([c.strip() for c in line.split("|")] for line in lines[2:] if "|" in line)
     }
     assert cells == {
-        "JointTransformerBlock": ["3", "6/6", "15/15", "0/0", "rewritten (tested source)"],
-        "SD35AdaLayerNormZeroX": ["2", "4/4", "0/0", "0/0", "rewritten (tested source)"],
-        "AdaLayerNormZero": ["3", "3/3", "0/0", "0/0", "rewritten (tested source)"],
-        "AdaLayerNormContinuous": ["2", "2/2", "0/0", "0/0", "rewritten (tested source)"],
+        "JointTransformerBlock": ["3", "6/6", "15/15", "0/0", "3/3", "0/0", "rewritten (tested source)"],
+        "SD35AdaLayerNormZeroX": ["2", "4/4", "0/0", "0/0", "0/0", "0/0", "rewritten (tested source)"],
+        "AdaLayerNormZero": ["3", "3/3", "0/0", "0/0", "0/0", "0/0", "rewritten (tested source)"],
+        "AdaLayerNormContinuous": ["2", "2/2", "0/0", "0/0", "0/0", "0/0", "rewritten (tested source)"],
     }
     assert [line.partition(":")[0] for line in lines if line.partition(":")[0] in ops.OPS] == list(ops.OPS)
 
