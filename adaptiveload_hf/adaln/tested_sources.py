@@ -68,6 +68,7 @@ TESTED_SOURCES = {
     "transformers.transformer_kandinsky.Kandinsky5TransformerDecoderBlock": "c4d4a8ae7e985708",
     "transformers.transformer_kandinsky.Kandinsky5TransformerEncoderBlock": "cc9b2bf0800d2344",
     "transformers.transformer_krea2.Krea2TransformerBlock": "c93d57358fca7cba",
+    "transformers.transformer_longcat_audio_dit.AudioDiTAdaLayerNormZeroFinal": "ca572cd274c8c5ab",
     "transformers.transformer_longcat_audio_dit.AudioDiTBlock": "9cd4b81bffee397d",
     "transformers.transformer_longcat_image.LongCatImageSingleTransformerBlock": "57350a6dab842b40",
     "transformers.transformer_longcat_image.LongCatImageTransformerBlock": "0b184cbe172708b6",

@@ -16,11 +16,13 @@ from adaptiveload_hf.adaln.source import running_source
 from .model_configs import CASES, NO_TINY_CASE, tiny_case
 
 TABLE = Path(__file__).parents[2] / "docs" / "models.md"
-_COLUMNS = ("model", "class", "modulations", "gates", "attention", "left eager because")
+_KINDS = ("modulations", "gates", "norms", "pairs", "attention")
+_COLUMNS = ("model", "class", *_KINDS, "left eager because")
 _HEAD = """# Which models are fused
 
 What `patch_model` does to a tiny configuration of each transformer and ControlNet of diffusers {version} that has
-adaptive layer norms: sites fused of sites found, over all blocks of that configuration. A test compares each with its
+adaptive layer norms: sites fused of sites found, over all blocks of that configuration (docs/patching.md says what
+counts as norm and pair). A test compares each with its
 unpatched self, outputs and all gradients, and checks that this table is up to date. It is written by
 `PYTHONPATH=tests python -m support.model_runs`. Where one modulation is missing and nothing is said, it is the output
 norm in the model's top-level forward, which is never rewritten.
@@ -83,16 +85,16 @@ def _rows() -> list[tuple[str, ...]]:
         try:
             classes = patch_model(tiny_case(name)[0]).to_dict()["classes"]
         except UserError as error:
-            rows.append((name, class_name, "0/0", "0/0", "0/0", str(error).partition(" (")[2].partition(" in ")[0]))
+            rows.append((name, class_name, *["0/0"] * len(_KINDS), str(error).partition(" (")[2].partition(" in ")[0]))
             continue
         counts = [
             f"{sum(row[f'{kind}_fused'] for row in classes)}/{sum(row[f'{kind}_found'] for row in classes)}"
-            for kind in ("modulations", "gates", "attention")
+            for kind in _KINDS
         ]
         reasons = [f"{row['class'].rpartition('.')[2]}: {reason}" for row in classes for reason in row["left_eager"]]
         reasons = [reason for reason in reasons if not reason.startswith(f"{class_name}: a model's top-level forward")]
         rows.append((name, class_name, *counts, "<br>".join(dict.fromkeys(reasons))))
-    return rows + [("", name, "", "", "", reason) for name, reason in sorted(NO_TINY_CASE.items())]
+    return rows + [("", name, *[""] * len(_KINDS), reason) for name, reason in sorted(NO_TINY_CASE.items())]
 
 
 if __name__ == "__main__":
