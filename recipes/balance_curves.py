@@ -1,6 +1,6 @@
-"""Does dealing micro-batches by cost change what a model learns? A small Wan trained under four balance modes.
+"""Does dealing micro-batches by cost change what a model learns? A small Wan trained under three balance modes.
 
-    python recipes/balance_curves.py --output recipes/results/balance_curves.json --picture docs/balance_curves.png
+    python recipes/balance_curves.py --samples samples.npz --output curves.json --picture curves.png
 
 Same samples, same first weights, same noise a sample; only the order differs. W virtual data ranks and K micro-steps
 in one process: the gradient of an optimizer step is the sum over its W*K micro-batches of loss_weight / (W*K) * mean
@@ -34,14 +34,12 @@ from adaptiveload_hf.buckets.plan import make_plan
 from adaptiveload_hf.buckets.schedule import schedule_epoch
 from adaptiveload_hf.buckets.shapes import LatentShape, TokenGeometry
 
-WORLD_SIZE, ACCUMULATION = 8, 4
-MODES = ("none", "step", "window:2", "window:8")
+MODES = ("none", "step", "window:8")
 CAPTION_TOKENS = 160
 HELD_OUT = 8  # every eighth sample of a shape
 EVALUATIONS = 10
 ENCODED_TOGETHER = 16
-LEARNING_RATE = 1e-3
-COLORS = ("tab:gray", "tab:blue", "tab:green", "tab:orange")
+LEARNING_RATE = 5e-4
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -54,6 +52,16 @@ class Samples:
     captions: list[np.ndarray]
     bucket: np.ndarray
     place: np.ndarray
+
+    @classmethod
+    def load(cls, path: Path) -> "Samples":
+        with np.load(path) as saved:
+            shapes = [LatentShape.parse(text) for text in saved["shapes"].tolist()]
+            latents = [saved[f"latents {shape}"] for shape in shapes]
+            captions = [saved[f"captions {shape}"] for shape in shapes]
+        counts = [len(rows) for rows in latents]
+        bucket, place = np.repeat(np.arange(len(shapes)), counts), np.concatenate([np.arange(n) for n in counts])
+        return cls(shapes, latents, captions, bucket, place)
 
     def batch(self, samples: np.ndarray) -> dict:
         """Samples of one bucket, as FlowMatching takes them."""
@@ -70,11 +78,12 @@ class Samples:
 
 
 @torch.no_grad()
-def encode_samples(copies: int) -> Samples:
-    """Draws moving scenes, and encodes them with a Wan VAE and a UMT5 of tiny width and random weights.
+def encode_samples(copies: int, path: Path) -> None:
+    """Draws moving scenes, encodes them with a Wan VAE and a UMT5 of tiny width and random weights, and saves them.
 
     Args:
         copies: how many times as many as make_demo_clips.py writes.
+        path: the .npz file that `Samples.load` reads.
     """
     pipe, random = tiny_wan().to(DEVICE), np.random.default_rng(0)
     groups = {}
@@ -98,14 +107,9 @@ def encode_samples(copies: int) -> Samples:
     # A VAE of random weights has no statistics in its configuration: those of the data stand in.
     values = torch.cat([latents.transpose(0, 1).flatten(1) for latents, _ in groups.values()], dim=1)
     mean, std = values.mean(1).view(-1, 1, 1, 1), values.std(1).view(-1, 1, 1, 1)
-    shapes = sorted(groups)
-    return Samples(
-        shapes,
-        [((groups[shape][0] - mean) / std).cpu().numpy() for shape in shapes],
-        [groups[shape][1].cpu().numpy() for shape in shapes],
-        np.repeat(np.arange(len(shapes)), [len(groups[shape][0]) for shape in shapes]),
-        np.concatenate([np.arange(len(groups[shape][0])) for shape in shapes]),
-    )
+    arrays = {f"latents {shape}": ((latents - mean) / std).cpu().numpy() for shape, (latents, _) in groups.items()}
+    arrays |= {f"captions {shape}": captions.cpu().numpy() for shape, (_, captions) in groups.items()}
+    np.savez(path, shapes=np.array([str(shape) for shape in sorted(groups)]), **arrays)
 
 
 def make_model() -> WanTransformer3DModel:
@@ -123,7 +127,7 @@ def make_model() -> WanTransformer3DModel:
     ).to(DEVICE)
 
 
-def optimizer_steps(data: Samples, samples: np.ndarray, mode: str, seed: int, steps: int):
+def optimizer_steps(data: Samples, samples: np.ndarray, run: dict, mode: str, seed: int, steps: int):
     """Yields epoch, and the samples and weights of each optimizer step, as `schedule_epoch` deals them.
 
     The plan is that of the gates table: its law of cost stretched so that the longest sample here costs as much as the
@@ -133,14 +137,14 @@ def optimizer_steps(data: Samples, samples: np.ndarray, mode: str, seed: int, st
     tokens, bucket = data.tokens(), data.bucket[samples]
     cost = law(stretch=LONGEST / tokens.max())
     counts = dict(zip(data.shapes, np.bincount(bucket, minlength=len(tokens)).tolist()))
-    run = {"world_size": WORLD_SIZE, "gradient_accumulation_steps": ACCUMULATION}
+    group = run["world_size"] * run["gradient_accumulation_steps"]
     target = float(cost.seconds(1, tokens.max()))
     plan = make_plan(counts, cost, m_mem_tokens=3 * int(tokens.max()), target_seconds=target, **run)
     step, epoch = 0, 0
     while True:
         schedule = schedule_epoch(bucket, plan, cost, seed=seed, epoch=epoch, balance=mode, **run)
-        weight = np.repeat(schedule.loss_weight / schedule.sizes / (WORLD_SIZE * ACCUMULATION), schedule.sizes)
-        edges = schedule.offsets[:: WORLD_SIZE * ACCUMULATION]
+        weight = np.repeat(schedule.loss_weight / schedule.sizes / group, schedule.sizes)
+        edges = schedule.offsets[::group]
         for first, last in pairwise(edges):
             if step == steps:
                 return
@@ -149,8 +153,9 @@ def optimizer_steps(data: Samples, samples: np.ndarray, mode: str, seed: int, st
         epoch += 1
 
 
-def train(data: Samples, mode: str, seed: int, steps: int) -> dict:
+def train(path: Path, run: dict, mode: str, seed: int, steps: int) -> dict:
     """One run; its seed decides the first weights, the order and the noise."""
+    data = Samples.load(path)
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(seed)
     model, flow = make_model(), FlowMatching(3.0, "logit_normal", 0.0, 1.0, 1.29, seed)
@@ -159,7 +164,8 @@ def train(data: Samples, mode: str, seed: int, steps: int) -> dict:
     held_out = data.place % HELD_OUT == 0
     evaluations = np.linspace(0, steps, min(EVALUATIONS, steps) + 1).astype(int)[1:]
     curve, by_shape, losses, samples_seen = [], [], [], []
-    order = optimizer_steps(data, np.flatnonzero(~held_out), mode, seed, steps)
+    steps_of_an_epoch = 0
+    order = optimizer_steps(data, np.flatnonzero(~held_out), run, mode, seed, steps)
     for step, (epoch, samples, weights) in enumerate(order, start=1):
         losses.append(backward(model, flow, data, epoch, samples, weights))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -167,6 +173,7 @@ def train(data: Samples, mode: str, seed: int, steps: int) -> dict:
         rate.step()
         optimizer.zero_grad()
         samples_seen.append(len(samples))
+        steps_of_an_epoch += epoch == 0
         if step in evaluations:
             by_shape = evaluate(data, model, np.flatnonzero(held_out))
             counts = np.bincount(data.bucket[held_out]) * data.tokens()
@@ -177,7 +184,7 @@ def train(data: Samples, mode: str, seed: int, steps: int) -> dict:
         "held_out": curve,
         "held_out_by_shape": dict(zip(map(str, data.shapes), by_shape)),
         "train": losses,
-        "epochs": epoch + 1,
+        "steps_of_an_epoch": steps_of_an_epoch,
         "samples_per_optimizer_step": statistics.mean(samples_seen),
     }
 
@@ -223,7 +230,7 @@ def summarize(runs: list[dict]) -> dict:
 
 def draw_picture(runs: list[dict], path: Path):
     figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
-    for mode, color, style in zip(MODES, COLORS, ("-", "--", "-", "-")):
+    for mode, color, style in zip(MODES, ("tab:gray", "tab:blue", "tab:orange"), ("-", "--", "-")):
         curves = np.array([run["held_out"] for run in runs if run["mode"] == mode])
         steps, losses = curves[0, :, 0], curves[:, :, 1]
         axes.plot(steps, losses.mean(0), style, color=color, label=mode)
@@ -235,17 +242,23 @@ def draw_picture(runs: list[dict], path: Path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=100, help="optimizer steps a run")
-    parser.add_argument("--copies", type=int, default=24, help="samples, in times of the 62 of make_demo_clips.py")
-    parser.add_argument("--processes", type=int, default=1, help="runs at the same time")
-    parser.add_argument("--output", type=Path, required=True, help="JSON of all runs")
-    parser.add_argument("--picture", type=Path, help="PNG of the curves")
+    add = parser.add_argument
+    add("--samples", type=Path, required=True, help=".npz of encoded samples; made if it is not there")
+    add("--copies", type=int, default=72, help="how many to make, in times of the 62 of make_demo_clips.py")
+    add("--world_size", type=int, default=4, help="W: virtual data ranks")
+    add("--gradient_accumulation_steps", type=int, default=4, help="K")
+    add("--seeds", type=int, default=3)
+    add("--steps", type=int, default=120, help="optimizer steps a run")
+    add("--processes", type=int, default=1, help="runs at the same time")
+    add("--output", type=Path, required=True, help="JSON of all runs")
+    add("--picture", type=Path, help="PNG of the curves")
     args = parser.parse_args()
-    data = encode_samples(args.copies)
-    jobs = [(mode, seed) for seed in range(args.seeds) for mode in MODES]
+    if not args.samples.exists():
+        encode_samples(args.copies, args.samples)
+    run = {"world_size": args.world_size, "gradient_accumulation_steps": args.gradient_accumulation_steps}
+    jobs = [(args.samples, run, mode, seed, args.steps) for seed in range(args.seeds) for mode in MODES]
     with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
-        runs = list(pool.map(train, *zip(*[(data, mode, seed, args.steps) for mode, seed in jobs])))
+        runs = list(pool.map(train, *zip(*jobs)))
     summary = summarize(runs)
     about = {
         "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU",
@@ -253,10 +266,9 @@ def main():
         "diffusers": diffusers.__version__,
         "date": datetime.date.today().isoformat(),
         "command": shlex.join(["python", *sys.argv]),
-        "samples": len(data.bucket),
+        "samples": len(Samples.load(args.samples).bucket),
         "parameters": sum(parameter.numel() for parameter in make_model().parameters()),
-        "world_size": WORLD_SIZE,
-        "gradient_accumulation_steps": ACCUMULATION,
+        **run,
     }
     args.output.write_text(json.dumps({**about, "summary": summary, "runs": runs}, indent=1) + "\n")
     if args.picture:

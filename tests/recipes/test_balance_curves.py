@@ -25,23 +25,33 @@ def small_model(monkeypatch):
     monkeypatch.setattr(balance_curves, "make_model", lambda: WanTransformer3DModel(**sizes, **channels))
 
 
+RUN = {"world_size": 8, "gradient_accumulation_steps": 4}
+
+
 @pytest.fixture(scope="module")
-def data():
+def path(tmp_path_factory):
     """300 samples of three small shapes, random numbers for latents."""
+    path = tmp_path_factory.mktemp("samples") / "samples.npz"
     shapes, counts = [LatentShape(1, 2, 2), LatentShape(1, 4, 4), LatentShape(3, 4, 4)], (160, 100, 40)
     random = np.random.default_rng(0)
-    return Samples(
-        shapes,
-        [random.standard_normal((n, 16, s.frames, s.height, s.width), np.float32) for n, s in zip(counts, shapes)],
-        [random.standard_normal((n, 3, TEXT_WIDTH), np.float32) for n in counts],
-        np.repeat(np.arange(3), counts),
-        np.concatenate([np.arange(n) for n in counts]),
-    )
+    arrays = {}
+    for shape, n in zip(shapes, counts):
+        arrays[f"latents {shape}"] = random.standard_normal(
+            (n, 16, shape.frames, shape.height, shape.width), np.float32
+        )
+        arrays[f"captions {shape}"] = random.standard_normal((n, 3, TEXT_WIDTH), np.float32)
+    np.savez(path, shapes=[str(shape) for shape in shapes], **arrays)
+    return path
+
+
+@pytest.fixture(scope="module")
+def data(path):
+    return Samples.load(path)
 
 
 def test_every_step_weighs_its_samples_by_their_tokens(data):
     tokens, everyone = data.tokens(), np.arange(len(data.bucket))
-    steps = [step for step in optimizer_steps(data, everyone, "window:8", 0, steps=9) if step[0] == 0]
+    steps = [step for step in optimizer_steps(data, everyone, RUN, "window:8", 0, steps=9) if step[0] == 0]
     assert sorted(np.concatenate([samples for _, samples, weights in steps])) == everyone.tolist()
     for _, samples, weights in steps:
         work = tokens[data.bucket[samples]]
@@ -50,7 +60,7 @@ def test_every_step_weighs_its_samples_by_their_tokens(data):
 
 def test_step_holds_the_same_samples_as_none_and_a_window_does_not(data):
     everyone = np.arange(len(data.bucket))
-    first = {mode: next(optimizer_steps(data, everyone, mode, 0, steps=1))[1] for mode in MODES}
+    first = {mode: next(optimizer_steps(data, everyone, RUN, mode, 0, steps=1))[1] for mode in MODES}
     assert sorted(first["step"]) == sorted(first["none"])
     assert first["step"].tolist() != first["none"].tolist()
     assert sorted(first["window:8"]) != sorted(first["none"])
@@ -64,7 +74,7 @@ def test_gradient_of_merged_micro_batches_is_that_of_the_ranks_micro_batches(dat
         return schedules[-1]
 
     monkeypatch.setattr(balance_curves, "schedule_epoch", schedule_epoch)
-    _, samples, weights = next(optimizer_steps(data, np.arange(len(data.bucket)), "none", 0, steps=1))
+    _, samples, weights = next(optimizer_steps(data, np.arange(len(data.bucket)), RUN, "none", 0, steps=1))
     torch.manual_seed(0)
     model, flow = balance_curves.make_model().double(), FlowMatching(3.0, "logit_normal", 0.0, 1.0, 1.29, 0)
     merged = balance_curves.backward(model, flow, data, 0, samples, weights)
@@ -81,8 +91,8 @@ def test_gradient_of_merged_micro_batches_is_that_of_the_ranks_micro_batches(dat
         assert torch.allclose(parameter.grad, gradient, rtol=1e-4, atol=1e-7)
 
 
-def test_none_and_step_train_the_same_model_and_all_modes_are_summarized(data, tmp_path):
-    runs = [train(data, mode, seed=0, steps=2) for mode in MODES]
+def test_none_and_step_train_the_same_model_and_all_modes_are_summarized(path, tmp_path):
+    runs = [train(path, RUN, mode, seed=0, steps=2) for mode in MODES]
     summary = summarize(runs)
     assert summary["none"]["differences_from_none"] == [0]
     assert summary["step"]["largest_relative_difference_from_none"] < 2e-6
@@ -92,9 +102,10 @@ def test_none_and_step_train_the_same_model_and_all_modes_are_summarized(data, t
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_drawn_samples_are_encoded_shape_by_shape_and_normalised(monkeypatch):
+def test_drawn_samples_are_encoded_shape_by_shape_and_normalised(monkeypatch, tmp_path):
     monkeypatch.setattr(balance_curves, "SAMPLES", {(5, 32, 32): 2, (1, 32, 32): 3})
-    data = encode_samples(copies=2)
+    encode_samples(copies=2, path=tmp_path / "samples.npz")
+    data = Samples.load(tmp_path / "samples.npz")
     assert [str(shape) for shape in data.shapes] == ["1x4x4", "2x4x4"]
     assert [len(latents) for latents in data.latents] == [6, 4]
     values = np.concatenate([latents.swapaxes(0, 1).reshape(16, -1) for latents in data.latents], axis=1)
