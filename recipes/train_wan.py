@@ -312,7 +312,7 @@ def say_start(args, loader, differences: list[str], total_steps: int):
     say(f"  balance {schedule.balance}, loss normalization {args.loss_normalization}")
     for bucket in plan.buckets:
         say(f"  {bucket.shape} ({bucket.shape.pixels()} pixels): {bucket.count} samples, B = {bucket.batch_size}")
-    for finding in plan.findings:
+    for finding in (*plan.findings, *schedule.findings):
         say(f"  {finding}")
     for difference in differences:
         say(f"  bucket config, {difference}")

@@ -12,6 +12,8 @@ from .cost import CostModel
 
 _AUTO_WINDOWS = (1, 2, 4, 8, 16)
 _AUTO_EFFICIENCY = 0.95
+# Micro-batches of a window are sorted by cost: one that is most of an epoch would sort most of the epoch.
+_WINDOWS_OF_AN_EPOCH = 4
 # Enough micro-batches to tell the windows apart: sorting all of a large epoch five times would cost seconds.
 _EXCERPT = 1 << 15
 
@@ -27,6 +29,12 @@ def window_of(balance: str) -> int:
     if not re.fullmatch(r"window:[1-9]\d*", balance):
         raise UserError(f"balance is none, step, window:n (such as window:8) or auto, but found {balance!r}.")
     return int(balance.removeprefix("window:"))
+
+
+def is_wide(balance: str, optimizer_steps: int) -> bool:
+    """Whether the mode matches more than a quarter of an epoch's optimizer steps together."""
+    window = window_of(balance)
+    return window > 1 and window * _WINDOWS_OF_AN_EPOCH > optimizer_steps
 
 
 def cut_evenly(
@@ -117,11 +125,14 @@ def _mix(tokens: np.ndarray, gradient_accumulation_steps: int, random: np.random
     return steps.reshape(tokens.shape)
 
 
-def best_balance(cost: np.ndarray, world_size: int, gradient_accumulation_steps: int) -> tuple[str, float]:
+def best_balance(
+    cost: np.ndarray, world_size: int, gradient_accumulation_steps: int, optimizer_steps: int
+) -> tuple[str, float]:
     """The smallest of step, window:2, 4, 8, 16 whose balance efficiency reaches 0.95, else the best of them.
 
     Args:
         cost: float64 [micro-batches], shuffled; a multiple of W*K. Judged by an excerpt from its beginning.
+        optimizer_steps: of the epoch; windows that are wide for it are not chosen.
 
     Returns:
         The mode and its efficiency.
@@ -131,9 +142,12 @@ def best_balance(cost: np.ndarray, world_size: int, gradient_accumulation_steps:
     cost = cost[: largest * -(-_EXCERPT // largest)]
     found = []
     for window in _AUTO_WINDOWS:
+        balance = "step" if window == 1 else f"window:{window}"
+        if is_wide(balance, optimizer_steps):
+            break
         blocks = [block for _, block in _blocks(cost, window * group)]
         slowest = sum(np.sort(block, axis=1)[:, world_size - 1 :: world_size].sum() for block in blocks)
-        found.append(("step" if window == 1 else f"window:{window}", float(cost.sum() / world_size / slowest)))
+        found.append((balance, float(cost.sum() / world_size / slowest)))
         if found[-1][1] >= _AUTO_EFFICIENCY:
             return found[-1]
     return max(found, key=lambda mode: mode[1])

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import UserError
 from .cost import CostModel, cost_model_from_dict
-from .deal import best_balance, cut_evenly, deal, window_of
+from .deal import best_balance, cut_evenly, deal, is_wide, window_of
 
 LOSS_NORMALIZATIONS = ("token", "sample", "none")
 
@@ -53,6 +53,17 @@ class EpochSchedule:
     def num_update_steps(self) -> int:
         """Optimizer steps of the epoch."""
         return self.num_micro_steps // self.gradient_accumulation_steps
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """What the user should know before training in this order."""
+        if not is_wide(self.balance, self.num_update_steps):
+            return ()
+        return (
+            f"Balance {self.balance} sorts much of the epoch by cost: it has {self.num_update_steps} optimizer steps. "
+            "Such steps hold few shapes each, and a model learned more slowly from them (docs/balance.md). Use a "
+            "smaller window, or step.",
+        )
 
     @cached_property
     def digest(self) -> str:
@@ -124,7 +135,8 @@ def schedule_epoch(
         bucket_of_sample: int [samples], position in plan.buckets.
         plan: a BucketPlan.
         cost: the cost model by which micro-batches are matched.
-        balance: none | step | window:n | auto (the smallest of step, window:2, 4, 8, 16 that reaches 0.95).
+        balance: none | step | window:n | auto (the smallest of step, window:2, 4, 8, 16 that reaches 0.95; no window
+            of more than a quarter of the epoch).
         loss_normalization: token | sample | none, see `loss_weights`.
         repeats: float [samples], how often each sample occurs in an epoch: floor or ceil of it, drawn anew each epoch.
         segments: what has been trained of this epoch, as in BucketDataLoader's state. The rest follows: the same order
@@ -256,7 +268,7 @@ def _deal_epoch(
     seconds = np.asarray(setting.cost.seconds(sizes, tokens[bucket]), dtype=np.float64)
     balance = setting.balance
     if balance == "auto":
-        balance, _ = best_balance(seconds[order], world_size, accumulation)
+        balance, _ = best_balance(seconds[order], world_size, accumulation, len(order) // setting.group)
     work = sizes * tokens[bucket]
     order = order[deal(seconds[order], work[order], world_size, accumulation, balance, random)]
 

@@ -88,5 +88,6 @@ class Workload:
         excerpt, random = np.repeat(seconds, picked), np.random.default_rng(0)
         # Of a short epoch one order says little: targets would be told apart by luck.
         orders = [random.permutation(excerpt) for _ in range(max(1, _SHORT_EPOCH // length))]
-        found = [best_balance(order, self.world_size, self.gradient_accumulation_steps)[1] for order in orders]
+        run = self.world_size, self.gradient_accumulation_steps, total // group
+        found = [best_balance(order, *run)[1] for order in orders]
         return float((seconds * numbers).sum() / self.world_size / np.mean(found))
