@@ -1,125 +1,282 @@
-"""How long do two Wan layers take forward and backward, and how much memory: eager, torch.compile and patched?
+"""How long do blocks take forward and backward, and how much memory: eager, torch.compile, patched, and both?
 
     python recipes/block_speed.py --output recipes/results/block_speed.json
+    python recipes/block_speed.py --only blocks lora --quick
+    python recipes/block_speed.py --input recipes/results/block_speed.json --markdown     # tables of docs/patching.md
 
-Real WanTransformer3DModel of 1.3B or 14B width with two layers, bfloat16 weights as `from_pretrained` loads them
-(norms and modulation tables in float32), no checkpointing, random latents. All variants run in one process, on one
-GPU; times are the median of device events. Peak GiB is what the allocator handed out above the weights.
+Real diffusers models of real widths with a few layers, bfloat16, random latents. `blocks`: two Wan layers, all
+parameters trained, no checkpointing; `lora`: the same with rank 32 on attention and the rest frozen; `families`:
+SD3.5, Flux and HunyuanVideo. `whole`: 30 layers of 1.3B with checkpointing on a tiny input, which is the host's time.
+`longest`: what fits into the memory that eager needs for 48,000 tokens. `launches`: kernels a block.
+
+The contenders take turns in one process; a time is the median over the rounds, without waiting for the host between
+the steps of a round. Peak GiB is what the allocator handed out above weights and inputs. What is measured anew
+replaces its part of an existing output file.
 """
 
 import argparse
 import datetime
+import gc
 import json
 import shlex
 import statistics
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
-import diffusers
 import torch
-from diffusers import WanTransformer3DModel
+from block_cases import CONTENDERS, Case, add_lora, contenders, family_cases, wan, wan_cases, wan_inputs
 
-from adaptiveload_hf import UserError, patch_model, unpatch_model
+from adaptiveload_hf import UserError
 from adaptiveload_hf.errors import exit_on_user_error
 
-WIDTHS = {"1.3B": (12, 8960), "14B": (40, 13824)}  # heads of 128, width of the feed-forward
-LATENTS = {7800: (5, 60, 104), 32760: (21, 60, 104)}
-REPEATS = 9
+LEAST_SECONDS = 0.1  # of the steps of one round
+HOST_BOUND = ("eager", "patched")
+LONGEST = ("eager", "compile", "patched")
+SHORT = 48_000  # tokens at which eager's memory is the budget
 
 
-def build(width: str) -> WanTransformer3DModel:
-    """Two layers with weights that are random everywhere, so that nothing is multiplied by zero."""
-    heads, ffn = WIDTHS[width]
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = WanTransformer3DModel(num_attention_heads=heads, attention_head_dim=128, ffn_dim=ffn, num_layers=2)
-    for name, parameter in model.named_parameters():
-        keep = any(part in name for part in WanTransformer3DModel._keep_in_fp32_modules)
-        parameter.data = parameter.data if keep else parameter.data.bfloat16()
-    return model.train()
+def say(text: str):
+    print(text, file=sys.stderr, flush=True)
 
 
-def measure(model: WanTransformer3DModel, tokens: int) -> dict:
-    """Milliseconds of forward + backward, GiB above the weights, and kernels launched."""
-    latent = torch.randn(1, 16, *LATENTS[tokens], device="cuda", dtype=torch.bfloat16)
-    text = torch.randn(1, 512, 4096, device="cuda", dtype=torch.bfloat16)
-    timestep = torch.tensor([500.0], device="cuda")
+# ------------------------------------------------------------------------------------------ one contender
+
+
+def step_of(model: torch.nn.Module, inputs: dict):
+    """A function that runs forward and backward."""
 
     def step():
         model.zero_grad(set_to_none=True)
-        model(latent, timestep, text, return_dict=False)[0].square().mean().backward()
+        model(**inputs, return_dict=False)[0].square().mean().backward()
 
-    for _ in range(3):
-        step()
+    return step
+
+
+def peak_gib(model: torch.nn.Module, inputs: dict) -> float:
+    """Of one step, above weights and inputs."""
     model.zero_grad(set_to_none=True)
     torch.cuda.synchronize()
-    weights = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(REPEATS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+    step_of(model, inputs)()
+    torch.cuda.synchronize()
+    model.zero_grad(set_to_none=True)
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def milliseconds(step, calls: int) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(calls):
         step()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    peak = (torch.cuda.max_memory_allocated() - weights) / 2**30
-    return {"milliseconds": statistics.median(times), "peak_gib": peak, "kernels": count_kernels(step)}
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / calls
 
 
-def count_kernels(step) -> int:
-    """Kernels that one forward and backward launches."""
+def kernels(step) -> int:
+    """That one step launches, copies and fills not counted."""
+    step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
         torch.cuda.synchronize()
-    return sum(event.count for event in profile.key_averages() if event.device_type.name == "CUDA")
+    on_gpu = [event for event in profile.key_averages() if event.device_type.name == "CUDA"]
+    return sum(event.count for event in on_gpu if not event.key.startswith(("Memcpy", "Memset")))
 
 
-def compare(width: str, tokens: int) -> dict:
-    model = build(width)
-    row = {"width": width, "tokens": tokens, "eager": measure(model, tokens)}
-    patch_model(model)
-    row["patched"] = measure(model, tokens)
-    unpatch_model(model)
-    model.compile_repeated_blocks()
-    row["compile"] = measure(model, tokens)
-    torch.compiler.reset()
+def compare(models: dict[str, torch.nn.Module], inputs: dict, rounds: int) -> dict[str, dict]:
+    """Median milliseconds of a step and its peak GiB, for each contender; they take turns."""
+    steps = {name: step_of(model, inputs) for name, model in models.items()}
+    for step in steps.values():
+        step()
+        step()
+    peaks = {name: peak_gib(model, inputs) for name, model in models.items()}
+    calls = {name: max(1, round(1e3 * LEAST_SECONDS / milliseconds(step, 1))) for name, step in steps.items()}
+    times = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            times[name].append(milliseconds(step, calls[name]))
+    return {n: {"milliseconds": statistics.median(times[n]), "peak_gib": peaks[n]} for n in steps}
+
+
+# ----------------------------------------------------------------------------------------------- parts
+
+
+def measure_case(case: Case, rounds: int) -> dict:
+    say(f"{case.name}, {case.tokens} tokens, {case.training}")
+    model, inputs = case.make()
+    if case.training == "LoRA":
+        add_lora(model)
+    row = {"model": case.name, "tokens": case.tokens, "training": case.training}
+    row |= compare(contenders(model), inputs, rounds)
+    clean_up()
     return row
 
 
-def driver() -> str:
-    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split("\n")[0]
+def measure_whole(rounds: int) -> list[dict]:
+    """30 layers of 1.3B, 256 tokens, checkpointing."""
+    say("whole model")
+    model, inputs = wan("1.3B", 30), wan_inputs((1, 32, 32))
+    model.enable_gradient_checkpointing()
+    row = {"model": "Wan 1.3B, 30 layers", "tokens": 256, "training": "full, checkpointing"}
+    row |= compare(contenders(model, HOST_BOUND), inputs, rounds)
+    clean_up()
+    return [row]
+
+
+def measure_launches() -> list[dict]:
+    """Kernels of a forward and backward of one more block of 1.3B."""
+    say("launches")
+    inputs, counts = wan_inputs((5, 60, 104)), []
+    for layers in (1, 2):
+        models = contenders(wan("1.3B", layers), LONGEST)
+        counts.append({name: kernels(step_of(model, inputs)) for name, model in models.items()})
+        clean_up()
+    return [{"model": "Wan 1.3B, one block", **{name: counts[1][name] - counts[0][name] for name in LONGEST}}]
+
+
+def measure_longest() -> list[dict]:
+    """Tokens that fit into eager's memory for SHORT, for two layers of 14B, in steps of 500."""
+    say("longest")
+    model, row = wan("14B", 2), {"model": "Wan 14B, 2 layers"}
+    for name in LONGEST:
+        (other,) = contenders(model, (name,)).values()
+        low = high = SHORT
+        peaks = {SHORT: peak_of_tokens(other, SHORT)}
+        if name == "eager":
+            row["budget_gib"] = peaks[SHORT]
+        else:
+            high = 2 * SHORT
+            peaks[high] = peak_of_tokens(other, high)
+            slope = (peaks[high] - peaks[SHORT]) / SHORT
+            low = int(SHORT + (row["budget_gib"] - peaks[SHORT]) / slope) // 500 * 500
+            while peak_of_tokens(other, low) > row["budget_gib"]:
+                low -= 500
+        row[name] = {"tokens": low, "peak_gib_at_48000": peaks[SHORT]}
+        del other
+        clean_up()
+    return [row]
+
+
+def peak_of_tokens(model: torch.nn.Module, tokens: int) -> float:
+    torch.compiler.reset()  # compile for this length, as it is for the others
+    inputs = wan_inputs((tokens // 500, 40, 50))
+    step_of(model, inputs)()
+    return peak_gib(model, inputs)
+
+
+def clean_up():
+    torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+PARTS = {
+    "blocks": lambda rounds: [measure_case(case, rounds) for case in wan_cases("full")],
+    "lora": lambda rounds: [measure_case(case, rounds) for case in wan_cases("LoRA")],
+    "families": lambda rounds: [measure_case(case, rounds) for case in family_cases()],
+    "whole": measure_whole,
+    "launches": lambda _: measure_launches(),
+    "longest": lambda _: measure_longest(),
+}
+
+
+# ---------------------------------------------------------------------------------------------- tables
+
+
+def tables(result: dict) -> list[list[list[str]]]:
+    """Rows of cells, the first one the head; one table for times, one for each of the other parts."""
+    parts = result["parts"]
+    timed = [row for name in ("blocks", "lora", "families", "whole") for row in parts.get(name, {}).get("rows", [])]
+    ratios = (("patched", "eager"), ("patched", "compile"), ("patched + compile", "compile"))
+    head = ["model", "tokens", "training", *(f"{name} ms" for name in CONTENDERS)]
+    head += [*(f"{one} / {other}" for one, other in ratios), *(f"{name} GiB" for name in CONTENDERS)]
+    lines = [head]
+    for row in timed:
+        cells = [row["model"], f"{row['tokens']:,}", row["training"]]
+        cells += [cell(row, name, "milliseconds", ".1f") for name in CONTENDERS]
+        cells += [ratio(row, *pair) for pair in ratios]
+        lines.append(cells + [cell(row, name, "peak_gib", ".2f") for name in CONTENDERS])
+    found = [lines] if timed else []
+    for row in parts.get("launches", {}).get("rows", []):
+        found.append([["kernels", *LONGEST], [row["model"], *(str(row[name]) for name in LONGEST)]])
+    for row in parts.get("longest", {}).get("rows", []):
+        longest = [f"{row[name]['tokens']:,} ({row[name]['tokens'] / SHORT - 1:+.0%})" for name in LONGEST]
+        found.append([[f"tokens in {row['budget_gib']:.1f} GiB", *LONGEST], [row["model"], *longest]])
+    return found
+
+
+def cell(row: dict, name: str, key: str, form: str) -> str:
+    return format(row[name][key], form) if name in row else ""
+
+
+def ratio(row: dict, name: str, other: str) -> str:
+    return f"{row[name]['milliseconds'] / row[other]['milliseconds']:.2f}" if {name, other} <= row.keys() else ""
+
+
+def print_tables(result: dict, markdown: bool):
+    about = ", ".join(f"{name} {result[name]}" for name in ("driver", "torch", "diffusers", "date"))
+    print(f"{result['gpu']}, {about}")
+    for lines in tables(result):
+        widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+        if markdown:
+            lines = [lines[0], ["---"] * len(widths), *lines[1:]]
+        print()
+        for line in lines:
+            padded = [
+                text.rjust(width) if i else text.ljust(width) for i, (text, width) in enumerate(zip(line, widths))
+            ]
+            print(f"| {' | '.join(line)} |" if markdown else "  ".join(padded))
+
+
+# ------------------------------------------------------------------------------------------------ main
+
+
+def environment() -> dict:
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip(),
+        "torch": torch.__version__,
+        **{package: version(package) for package in ("diffusers", "peft")},
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def measure(parts: list[str], rounds: int, output: Path | None) -> dict:
+    """Parts measured now, beside the others of an existing file if it is from the same machine and versions."""
+    result = {**environment(), "parts": {}}
+    if output is not None and output.exists():
+        before = json.loads(output.read_text())
+        if all(before.get(key) == value for key, value in result.items() if key != "parts"):
+            result["parts"] = before["parts"]
+    for name in parts:
+        command = shlex.join(["python", *sys.argv])
+        result["parts"][name] = {"command": command, "rounds": rounds, "rows": PARTS[name](rounds)}
+        if output is not None:  # after each part: a later one may fail
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(json.dumps(result, indent=1) + "\n")
+    return result
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to measure")
+    parser.add_argument("--quick", action="store_true", help="one round instead of seven")
     parser.add_argument("--output", type=Path, help="also write the numbers as JSON")
+    parser.add_argument("--input", type=Path, help="measure nothing, print the tables of such a file")
+    parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
     args = parser.parse_args()
     with exit_on_user_error("block_speed.py"):
-        if not torch.cuda.is_available():
+        if args.input is not None:
+            result = json.loads(args.input.read_text())
+        elif not torch.cuda.is_available():
             raise UserError("this measures a GPU, and torch sees none here. Run it on a machine with one.")
-        rows = []
-        print("width  tokens    eager ms  patched ms  compile ms    eager GiB  patched GiB  compile GiB")
-        for width in WIDTHS:
-            for tokens in LATENTS:
-                rows.append(compare(width, tokens))
-                parts = [rows[-1][name] for name in ("eager", "patched", "compile")]
-                times = "  ".join(f"{part['milliseconds']:10.1f}" for part in parts)
-                memory = "  ".join(f"{part['peak_gib']:11.2f}" for part in parts)
-                print(f"{width:5}  {tokens:6}  {times}  {memory}", flush=True)
-        if args.output:
-            about = {
-                "gpu": torch.cuda.get_device_name(),
-                "driver": driver(),
-                "torch": torch.__version__,
-                "diffusers": diffusers.__version__,
-                "date": datetime.date.today().isoformat(),
-                "command": shlex.join(["python", *sys.argv]),
-            }
-            args.output.parent.mkdir(parents=True, exist_ok=True)
-            args.output.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+        else:
+            result = measure(args.only, 1 if args.quick else 7, args.output)
+        print_tables(result, args.markdown)
 
 
 if __name__ == "__main__":
