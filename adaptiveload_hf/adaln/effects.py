@@ -12,7 +12,8 @@ from .source import LeftEager
 
 # Tensor methods that change neither their tensor nor anything else.
 _PURE_METHODS = {
-    *("bfloat16", "chunk", "contiguous", "detach", "dim", "expand", "flatten", "float", "half", "permute", "reshape"),
+    *("bfloat16", "chunk", "contiguous", "detach", "dim", "expand", "flatten", "float", "half", "index_select"),
+    *("permute", "reshape"),
     *("sigmoid", "size", "split", "squeeze", "tanh", "to", "transpose", "type_as", "unbind", "unflatten", "unsqueeze"),
     "view",
 }
@@ -224,7 +225,8 @@ class Effects:
                 raise LeftEager("an attribute is assigned in between")
             for call in (node for node in ast.walk(statement) if isinstance(node, ast.Call)):
                 runs_after_use = any(node is use for node in ast.walk(call))
-                if self._pure_call(call) or runs_after_use:
+                casts_norm = _method(call) in _PURE_METHODS and is_norm_call(call.func.value)
+                if self._pure_call(call) or casts_norm or runs_after_use:
                     continue
                 if is_norm_call(call):
                     norms.append(call.func)
@@ -250,6 +252,8 @@ class Effects:
         uses: list[ast.Name] = []
         replaced = False
         for statement in place.block[place.index + 1 :]:
+            if isinstance(statement, ast.If) and not any(getattr(n, "id", None) == name for n in ast.walk(statement)):
+                continue
             if not isinstance(statement, _SIMPLE) or replaced:
                 break
             uses += [node for node in ast.walk(statement) if self._is_read(node, name)]

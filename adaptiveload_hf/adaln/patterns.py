@@ -37,6 +37,8 @@ class Match:
         main: the normed value, or x of `x + gate * y`.
         second: scale, or the product `gate * y`, or the variable that may hold it.
         shift: of a modulation, None if it has none.
+        rows: `:, a:b` if a modulation reads these rows of `main` only.
+        one_is_added: whether the scale holds the 1 already.
         cast_back: whether the op casts as `outer` does; known once it is fused.
     """
 
@@ -47,6 +49,8 @@ class Match:
     main: ast.expr
     second: ast.expr
     shift: ast.expr | None = None
+    rows: ast.expr | None = None
+    one_is_added: bool = False
     cast_back: bool = False
 
     @property
@@ -56,9 +60,9 @@ class Match:
 
     def fold_cast(self, x: ast.expr) -> tuple[ast.expr, bool]:
         """(x itself, True) if the cast around leads back to the dtype of a variable x, given as `x` or `x.float()`."""
-        cast_to = cast(self.outer)[1] if self.outer is not self.node else None
+        dtype = cast(self.outer)[1] if self.outer is not self.node else None
         raw_x = without_float(x)
-        if isinstance(raw_x, ast.Name) and isinstance(cast_to, ast.Name) and raw_x.id == cast_to.id:
+        if isinstance(raw_x, ast.Name) and dtype is not None and ast.unparse(dtype) == f"{raw_x.id}.dtype":
             return raw_x, True
         return x, False
 
@@ -71,7 +75,7 @@ class Finder:
         is_norm: whether `self.<path>` is a norm that an op stands for; `path` as in the source.
 
     Attributes:
-        definitions: the statements `v = norm(x)` and `v = gate * y`.
+        definitions: the statements `v = norm(x)` (or with a cast around the norm) and `v = gate * y`.
         matches: all that has the form of a site, in the order of the source.
     """
 
@@ -86,8 +90,8 @@ class Finder:
         self.matches = [match for statement in simple for match in self._find(statement, statement, nested=False)]
 
     def is_norm_definition(self, statement: ast.stmt) -> bool:
-        """`v = norm(x)`"""
-        return _assigns_variable(statement) and self.is_norm_call(statement.value)
+        """`v = norm(x)`, or that with a cast around."""
+        return _assigns_variable(statement) and self.is_norm_call(cast(statement.value)[0])
 
     def _is_gate_definition(self, statement: ast.stmt) -> bool:
         return _assigns_variable(statement) and self.gate_and_branch(statement.value) is not None
@@ -132,12 +136,15 @@ class Finder:
 
     def _modulation(self, node: ast.AST, outer: ast.AST, statement: ast.stmt) -> Match | None:
         for product, shift in _both_ways(node, ast.Add) or [(node, None)]:
-            for normed, factor in _both_ways(product, ast.Mult):
-                scale = _without_one(factor)
-                known = self.is_norm_call(normed) or getattr(normed, "id", None) in self._norm_variables
+            for value, factor in _both_ways(product, ast.Mult):
+                normed, rows = _rows_of(value)
+                known = self.is_norm_call(cast(normed)[0]) or getattr(normed, "id", None) in self._norm_variables
+                scale, one_is_added = _without_one(factor), False
+                if scale is None and known and _named_scale(factor):
+                    scale, one_is_added = factor, True
                 if scale is not None and (known or (shift is not None and not isinstance(normed, ast.Constant))):
                     site = Site("modulation", shortened(node), "it modulates no result of a known norm")
-                    return Match(site, node, outer, statement, normed, scale, shift)
+                    return Match(site, node, outer, statement, normed, scale, shift, rows, one_is_added)
         return None
 
     def _gate(self, node: ast.AST, outer: ast.AST, statement: ast.stmt) -> Match | None:
@@ -167,12 +174,15 @@ class Finder:
 
 
 def cast(node: ast.AST) -> tuple[ast.AST, ast.expr | None]:
-    """(v, y) for `v.type_as(y)` and `v.to(y.dtype)`, else (node, None)."""
+    """(v, dtype) for `v.type_as(y)`, `v.to(y.dtype)` and `v.to(dtype=dtype)`, else (node, None)."""
     method = _method_call(node, 1)
     if method == "type_as":
-        return node.func.value, node.args[0]
+        return node.func.value, ast.copy_location(ast.Attribute(node.args[0], "dtype", ast.Load()), node)
     if method == "to" and isinstance(node.args[0], ast.Attribute) and node.args[0].attr == "dtype":
-        return node.func.value, node.args[0].value
+        return node.func.value, node.args[0]
+    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args
+    if is_call and node.func.attr == "to" and [keyword.arg for keyword in node.keywords] == ["dtype"]:
+        return node.func.value, node.keywords[0].value
     return node, None
 
 
@@ -185,6 +195,20 @@ def shortened(node: ast.AST) -> str:
     """The source of a node in at most 60 characters."""
     text = ast.unparse(node)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _rows_of(node: ast.expr) -> tuple[ast.expr, ast.expr | None]:
+    """(v, `:, a:b`) for `v[:, a:b]`, else (node, None). Rows of the second dimension are normed each by itself."""
+    rows = node.slice.elts if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple) else []
+    plain = len(rows) == 2 and all(isinstance(part, ast.Slice) and part.step is None for part in rows)
+    if plain and rows[0].lower is None and rows[0].upper is None:
+        return node.value, node.slice
+    return node, None
+
+
+def _named_scale(factor: ast.expr) -> bool:
+    """A variable called a scale, or rows of it: the 1 may have been added before, as in `scale = 1 + scale`."""
+    return any("scale" in node.id for node in ast.walk(factor) if isinstance(node, ast.Name))
 
 
 def _assigns_variable(statement: ast.stmt) -> bool:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 
 from .effects import Effects
 from .pairs import FusedNorm, Pair, check_movable_up, find_pairs
-from .patterns import Finder, Match, Site, shortened, without_float
+from .patterns import Finder, Match, Site, cast, shortened, without_float
 from .source import LeftEager
 
 PREFIX = "_adaln"
@@ -66,17 +66,22 @@ class Rewriter:
         if any(isinstance(n, ast.Name) and n.id.startswith(PREFIX) for n in ast.walk(self._function)):
             raise LeftEager(f"its forward uses names that begin with {PREFIX}")
         for match in self._finder.matches:
-            if match.site.kind in ("modulation", "norm") and self._finder.is_norm_call(match.main):
-                self._attempt([match], self._wants(match.main), lambda match=match: self._fuse_modulation(match))
+            if match.site.kind == "modulation" and self._finder.is_norm_call(cast(match.main)[0]):
+                self._attempt_modulation(match)
             elif match.site.kind == "gate" and isinstance(match.second, ast.BinOp):
                 self._attempt([match], self._wants_gates, lambda match=match: self._fuse_gate(match))
         for definition in self._finder.definitions:
             readers = self._finder.readers(definition)
             if self._finder.is_norm_definition(definition):
-                fuse, wanted = self._fuse_held_norm, self._wants(definition.value)
+                fuse, wanted = self._fuse_held_norm, self._wants(cast(definition.value)[0])
             else:
                 fuse, wanted = self._fuse_held_product, self._wants_gates
             self._attempt(readers, wanted, lambda fuse=fuse, d=definition, readers=readers: fuse(d, readers))
+        for match in [match for match in self._finder.matches if match.site.kind == "norm"]:
+            if id(match.statement) in self._new_statements:  # it is part of a modulation
+                self._finder.matches.remove(match)
+            else:
+                self._attempt_modulation(match)
         if "gate_residual_layer_norm_modulate" in self._names:
             pairs = find_pairs(self._effects, self._finder, self._fused_norms)
             self._pairs = [pair for pair in pairs if self._has_op(pair)]
@@ -87,6 +92,9 @@ class Rewriter:
             ast.fix_missing_locations(self._function)
             return True
         return False
+
+    def _attempt_modulation(self, match: Match) -> None:
+        self._attempt([match], self._wants(cast(match.main)[0]), lambda: self._fuse_modulation(match))
 
     @property
     def _wants_gates(self) -> bool:
@@ -117,20 +125,31 @@ class Rewriter:
     # ------------------------------------------------------------------------------ sites of one expression
 
     def _fuse_modulation(self, match: Match) -> list[Match]:
-        norm, x = match.main.func, match.main.args[0]
+        norm_call, dtype = cast(match.main)
+        norm, x = norm_call.func, norm_call.args[0]
         raw_x, match.cast_back = match.fold_cast(x)
-        self._check_pure(x, match.second, match.shift)
+        if match.rows is not None:
+            raise LeftEager("rows of a norm's result are read from no variable")
+        self._check_pure(x, match.second, match.shift, dtype)
         self._check_kept(match.statement, raw_x, match.second)
-        bound_x, use_x = self._bind("x", raw_x)
-        self._modulate(match, norm, bound_x, use_x, _copied(match.replaced))
-        self._fused_norms.append(FusedNorm(match, match.main, match.statement))
+        self._modulate(match, norm, self._bind("x", raw_x), _copied(match.replaced), dtype)
+        if dtype is None:
+            self._fused_norms.append(FusedNorm(match, norm_call, match.statement))
         return [match]
 
-    def _modulate(self, match, norm, bound_x, use_x, literal, is_plain=None) -> None:
+    def _modulate(self, match, norm, x, literal, dtype, is_plain=None) -> None:
+        """`x`: what evaluates it, and what then stands for it. `dtype`: what a cast around the norm leads to."""
+        options = _flag(cast_back=match.cast_back)
+        if dtype is not None and not match.cast_back:
+            options["dtype"] = dtype
+        if match.one_is_added:
+            if self._norms[self._effects.path(norm)] == "layer_norm_modulate":
+                raise LeftEager("its op adds the 1 to the scale itself")
+            options["scale_offset"] = ast.Constant(0.0)
         bound_scale, use_scale = self._bind("s", match.second)
         bound_shift, use_shift = self._bind("t", match.shift or ast.Constant(None))
-        test = _call("can_modulate", norm, bound_x, bound_scale, bound_shift)
-        fused = _call("modulate", norm, use_x, use_scale, use_shift, **_flag(cast_back=match.cast_back))
+        test = _call("can_modulate", norm, x[0], bound_scale, bound_shift)
+        fused = _call("modulate", norm, x[1], use_scale, use_shift, **options)
         test = ast.BoolOp(ast.And(), [is_plain, test]) if is_plain else test
         self._new_expressions[id(match.replaced)] = ast.IfExp(test, fused, literal)
 
@@ -168,29 +187,34 @@ class Rewriter:
     def _fuse_held_norm(self, definition: ast.Assign, readers: list[Match]) -> list[Match]:
         """`n = norm(x)` becomes: keep x, and call the norm now only if it is not plain. The uses of n modulate x."""
         matches = self._only_uses(definition, readers, "main")
-        norm, x = definition.value.func, definition.value.args[0]
+        norm_call, dtype = cast(definition.value)
+        norm, x = norm_call.func, norm_call.args[0]
         raw_x, norms = without_float(x), {ast.unparse(norm): norm}
+        self._check_pure(dtype)
         for match in matches:
-            self._check_pure(match.second, match.shift)
+            self._check_pure(match.second, match.shift, match.rows)
             self._check_kept(match.statement, match.second)
             norms_between = self._check_movable(definition, match, match.main, self._effects.names(x))
             norms |= {ast.unparse(other): other for other in norms_between}
             rebound = self._effects.stored_between(definition, match.statement) & self._effects.names(raw_x)
             match.cast_back = match.fold_cast(x)[1] and not rebound
-        if raw_x is not x and not all(match.cast_back for match in matches):
+        if raw_x is not x and dtype is None and not all(match.cast_back for match in matches):
             raise LeftEager("its input is cast, and not every use casts back to the input's dtype")
         self._check_kept(definition, x)
         kept_x, normed = self._new_name("x"), self._new_name("n")
-        call = ast.Call(norm, [_copied(x, {id(raw_x): kept_x})], [])
+        kept_dtype = dtype and self._new_name("d")
+        call = _copied(definition.value, {id(raw_x): kept_x, id(dtype): kept_dtype})
         is_plain = ast.Compare(normed, [ast.Is()], [ast.Constant(None)])
         unless_plain = ast.IfExp(_call("is_plain", *norms.values()), ast.Constant(None), call)
-        self._new_statements[id(definition)] = [_assign(kept_x, raw_x), _assign(normed, unless_plain)]
+        kept = [(kept_x, raw_x), (kept_dtype, dtype), (normed, unless_plain)]
+        self._new_statements[id(definition)] = [_assign(name, value) for name, value in kept if value is not None]
         for match in matches:
             literal = _copied(match.replaced, {id(match.main): ast.IfExp(is_plain, call, normed)})
-            self._modulate(match, norm, kept_x, kept_x, literal, is_plain)
+            x_now = kept_x if match.rows is None else ast.Subscript(kept_x, match.rows, ast.Load())
+            self._modulate(match, norm, self._bind("x", x_now), literal, kept_dtype, is_plain)
         self._drop_after(matches[-1].statement, kept_x, normed)
-        if len(matches) == 1:
-            self._fused_norms.append(FusedNorm(matches[0], definition.value, definition, unless_plain))
+        if len(matches) == 1 and matches[0].rows is None and dtype is None:
+            self._fused_norms.append(FusedNorm(matches[0], norm_call, definition, unless_plain))
         return matches
 
     def _fuse_held_product(self, definition: ast.Assign, readers: list[Match]) -> list[Match]:

@@ -61,14 +61,31 @@ class FusedOps:
         )
 
     def modulate(
-        self, norm: nn.Module, x: Tensor, scale: Tensor | None, shift: Tensor | None, cast_back: bool = False
+        self,
+        norm: nn.Module,
+        x: Tensor,
+        scale: Tensor | None,
+        shift: Tensor | None,
+        *,
+        cast_back: bool = False,
+        dtype: torch.dtype | None = None,
+        scale_offset: float = 1.0,
     ) -> Tensor:
-        """norm(x) * (1 + scale) + shift, of x's dtype with `cast_back`, else of the dtype that eager gives."""
-        out_dtype = x.dtype if cast_back else _modulated_dtype(norm, x, x.dtype, scale, shift)
+        """norm(x) * (scale_offset + scale) + shift, of x's dtype with `cast_back`, else of the dtype that eager gives.
+
+        `dtype` is what the source casts norm(x) to. Only RMS norms take a `scale_offset`.
+        """
+        if cast_back:
+            out_dtype = x.dtype
+        elif dtype is not None:
+            out_dtype = _promoted(dtype, scale, shift)
+        else:
+            out_dtype = _modulated_dtype(norm, x, x.dtype, scale, shift)
+        scale, shift = _as_rows(scale), _as_rows(shift)
         options = {"eps": norm.eps, "weight": norm.weight, "out_dtype": out_dtype, **self.options}
         if NORM_OPS[type(norm)] == "layer_norm_modulate":
             return self.ops.layer_norm_modulate(x, scale, shift, bias=norm.bias, **options)
-        return self.ops.rms_norm_modulate(x, scale, shift, **options)
+        return self.ops.rms_norm_modulate(x, scale, shift, scale_offset=scale_offset, **options)
 
     def can_gate(self, x: Tensor, y: Tensor, gate: Tensor) -> bool:
         """Whether `gate_residual` stands for `x + gate * y`."""
@@ -77,7 +94,7 @@ class FusedOps:
     def gate_residual(self, x: Tensor, y: Tensor, gate: Tensor, cast_back: bool = False) -> Tensor:
         """x + gate * y, of x's dtype with `cast_back`, else of the dtype that eager gives."""
         out_dtype = x.dtype if cast_back else _promoted(x.dtype, y, gate)
-        return self.ops.gate_residual(x, y, gate, out_dtype=out_dtype, **self.options)
+        return self.ops.gate_residual(x, y, _as_rows(gate), out_dtype=out_dtype, **self.options)
 
     def can_pair(
         self,
@@ -117,9 +134,9 @@ class FusedOps:
         return self.ops.gate_residual_layer_norm_modulate(
             x,
             y,
-            gate,
-            scale,
-            shift,
+            _as_rows(gate),
+            _as_rows(scale),
+            _as_rows(shift),
             eps=norm.eps,
             weight=norm.weight,
             bias=norm.bias,
@@ -176,12 +193,17 @@ def _same_place(x: Tensor, y: Tensor) -> bool:
 
 
 def _fits_rows(m: Tensor | None, x: Tensor) -> bool:
-    """None, or [B or 1, 1 or S, D] as broadcasting reads it. (The ops also take frames; eager arithmetic does not.)"""
+    """None, [B or 1, 1 or S, D], [1 or S, D] or [D], as broadcasting reads it. (Ops also take frames; eager not.)"""
     if m is None:
         return True
-    if not _is_tensor(m) or m.ndim != 3 or m.device != x.device or m.shape[2] != x.shape[2]:
+    if not _is_tensor(m) or not 1 <= m.ndim <= 3 or m.device != x.device or m.shape[-1] != x.shape[2]:
         return False
-    return m.shape[0] in (1, x.shape[0]) and m.shape[1] in (1, x.shape[1])
+    return all(size in (1, full) for size, full in zip(reversed(m.shape), reversed(x.shape)))
+
+
+def _as_rows(m: Tensor | None) -> Tensor | None:
+    """As the ops take it: [B or 1, T, D]."""
+    return m if m is None or m.ndim == 3 else m[(None,) * (3 - m.ndim)]
 
 
 def _fits_projection(norm: nn.RMSNorm, x: Tensor) -> bool:

@@ -10,7 +10,7 @@ from adaptiveload_hf import UserError, patch_model, unpatch_model
 from adaptiveload_hf.adaln.tested_sources import TESTED_SOURCES
 
 # Nothing in them can be fused.
-EAGER = ("Kandinsky 6", "MiniMax-H3", "MiniMax-Music3")
+EAGER = ("Kandinsky 6", "MiniMax-Music3")
 PATCHED = [name for name in CASES if name not in EAGER]
 
 SEEDS = 8

@@ -142,11 +142,11 @@ def test_a_norm_swapped_for_another_class_after_patching_is_called(block_class, 
         lambda x, scale, shift, gate: (x[0], scale, shift, gate),
         lambda x, scale, shift, gate: (x[:, None], scale, shift, gate),
         lambda x, scale, shift, gate: (x[:1], scale, shift, gate),
-        lambda x, scale, shift, gate: (x, scale[0, 0], shift, gate),
+        lambda x, scale, shift, gate: (x, scale[None], shift, gate),
         lambda x, scale, shift, gate: (x, scale, shift[..., :1], gate),
         lambda x, scale, shift, gate: (x.to("meta"), scale.to("meta"), shift.to("meta"), gate.to("meta")),
     ],
-    ids=["float64", "2-D x", "4-D x", "x broadcast", "1-D scale", "narrow shift", "meta"],
+    ids=["float64", "2-D x", "4-D x", "x broadcast", "4-D scale", "narrow shift", "meta"],
 )
 def test_what_the_ops_do_not_take_runs_as_written(block_class, change, op_calls):
     block = block_class()

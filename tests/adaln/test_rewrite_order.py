@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from support.odd_blocks import ODD_BLOCKS, BranchCalledOnce
+from support.odd_norms import ODD_NORMS
 
 from adaptiveload_hf import UserError, patch_model
 from adaptiveload_hf.adaln import ops
@@ -36,7 +37,7 @@ def patch_report(block):
     return report, str(report.to_dict()["classes"])
 
 
-@pytest.mark.parametrize("block_class", ODD_BLOCKS, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("block_class", [*ODD_BLOCKS, *ODD_NORMS], ids=lambda cls: cls.__name__)
 def test_odd_blocks_compute_the_same_and_fuse_only_what_is_proven(block_class, monkeypatch):
     torch.manual_seed(0)
     block = block_class()
@@ -44,7 +45,7 @@ def test_odd_blocks_compute_the_same_and_fuse_only_what_is_proven(block_class, m
     report, words = patch_report(block)
 
     calls = []
-    for name in ("layer_norm_modulate", "gate_residual"):
+    for name in ("layer_norm_modulate", "rms_norm_modulate", "gate_residual"):
         original = getattr(ops, name)
         monkeypatch.setattr(ops, name, lambda *a, original=original, **k: calls.append(1) or original(*a, **k))
     found = run(block)

@@ -1,0 +1,150 @@
+"""More odd blocks (see `odd_blocks`): casts around a norm, rows of its result, a 1 that was added before."""
+
+import torch
+from torch import nn
+
+from .odd_blocks import OddBlock
+
+
+class CastToNormed(OddBlock):
+    reason = "x is used otherwise too"
+
+    def forward(self, x, scale, shift, gate):
+        x = x.bfloat16()
+        x = self.norm(x.float())
+        x = (x * (1 + scale) + shift).type_as(x)
+        return x + gate
+
+
+class DtypeReboundBetween(OddBlock):
+    fused = 1
+
+    def forward(self, x, scale, shift, gate):
+        other = x.double()
+        normed = self.norm(x.float()).to(dtype=other.dtype)
+        other = x.half()
+        return normed * (1 + scale) + shift + other
+
+
+class RowsOfNorm(OddBlock):
+    fused = 2
+
+    def forward(self, x, scale, shift, gate):
+        normed = self.norm(x)
+        first = normed[:, :2] * (1 + scale) + shift
+        rest = normed[:, 2:] * (1 + gate)
+        return torch.cat([first, rest], dim=1)
+
+
+class RowsMovedBetween(OddBlock):
+    fused = 2
+
+    def forward(self, x, scale, shift, gate):
+        count = 1
+        normed = self.norm(x)
+        first = normed[:, :count] * (1 + scale) + shift
+        count = 3
+        rest = normed[:, count:] * (1 + scale) + shift
+        return torch.cat([first, rest], dim=1)
+
+
+class RowsOfRowsOfNorm(OddBlock):
+    reason = "it modulates no result of a known norm"
+
+    def forward(self, x, scale, shift, gate):
+        normed = self.norm(x)
+        return normed[:, ::2] * (1 + scale) + shift
+
+
+class RowsEditedBetween(OddBlock):
+    reason = "x may be changed in place later"
+
+    def forward(self, x, scale, shift, gate):
+        x = x.detach().clone()
+        normed = self.norm(x)
+        first = normed[:, :2] * (1 + scale) + shift
+        x[:, 2:] = 0
+        rest = normed[:, 2:] * (1 + scale) + shift
+        return torch.cat([first, rest], dim=1)
+
+
+class OneAddedBefore(OddBlock):
+    fused = 1
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.RMSNorm(8, eps=1e-6)
+
+    def forward(self, x, scale, shift, gate):
+        scale = 1 + scale
+        return self.norm(x) * scale + gate
+
+
+class OneAddedBeforeLayerNorm(OddBlock):
+    reason = "its op adds the 1 to the scale itself"
+
+    def forward(self, x, scale, shift, gate):
+        scale = 1 + scale
+        return self.norm(x) * scale + gate
+
+
+class BranchBetween(OddBlock):
+    fused = 1
+
+    def forward(self, x, scale, shift, gate):
+        normed = self.norm(x)
+        if scale.shape[1] == 1:
+            scale, shift = (part * 2 for part in (scale, shift))
+        return normed * (1 + scale) + shift
+
+
+class BranchEditsBetween(OddBlock):
+    reason = "may be changed in between"
+
+    def forward(self, x, scale, shift, gate):
+        x = x.detach().clone()
+        normed = self.norm(x)
+        if self.calls == 0:
+            x.mul_(2)
+        return normed * (1 + scale) + shift
+
+
+class BranchReadsNorm(OddBlock):
+    reason = "normed is also read outside the basic block that computes it"
+
+    def forward(self, x, scale, shift, gate):
+        normed = self.norm(x)
+        if self.calls == 0:
+            gate = gate + normed
+        return normed * (1 + scale) + shift + gate
+
+
+class LoopBetween(OddBlock):
+    reason = "normed is also read outside the basic block that computes it"
+
+    def forward(self, x, scale, shift, gate):
+        normed = self.norm(x)
+        for _ in range(2):
+            shift = shift + 1
+        return normed * (1 + scale) + shift
+
+
+class ReturnBetween(OddBlock):
+    fused = 1
+
+    def forward(self, x, scale, shift, gate):
+        normed = self.norm(x)
+        if self.calls:
+            return x
+        return normed * (1 + scale) + shift
+
+
+class OneRowForAll(OddBlock):
+    fused = 2
+
+    def forward(self, x, scale, shift, gate):
+        x = self.norm(x) * (1 + scale[0, 0]) + shift[0]
+        return x + gate[0] * self.linear(x)
+
+
+ODD_NORMS = [cls for cls in list(globals().values()) if isinstance(cls, type) and OddBlock in cls.__bases__]
