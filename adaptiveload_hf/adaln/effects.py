@@ -205,8 +205,11 @@ class Effects:
         use: ast.expr,
         names: Iterable[str],
         is_norm_call: Callable[[ast.AST], bool],
+        not_run: ast.stmt | None = None,
     ) -> list[ast.expr]:
         """Prove that a pure expression of `names` is the same at `use` in `last` as at `first`.
+
+        What `not_run` does in between does not count.
 
         Returns:
             The norms called in between; the proof holds while they are plain.
@@ -217,7 +220,7 @@ class Effects:
         kept = self._aliases(names)
         block, begin, end = self._places[id(first)].block, self._places[id(first)].index, self._places[id(last)].index
         norms = []
-        for statement in block[begin + 1 : end + 1]:
+        for statement in (statement for statement in block[begin + 1 : end + 1] if statement is not not_run):
             changed = self._changed_by(ast.walk(statement))
             if changed & kept:
                 raise LeftEager(f"{_listed(changed & kept)} may be changed in between")
@@ -270,15 +273,23 @@ class Effects:
         is_variable = isinstance(node, ast.Name) and node.id == name
         return is_variable and (not isinstance(node.ctx, ast.Store) or id(node) in self._augmented)
 
-    def assigned_before(self, statement: ast.stmt, name: str) -> ast.stmt | None:
-        """The statement before this one that assigns a variable last, if both stand in one basic block."""
-        place = self._places[id(statement)]
+    def assigned_before(self, statement: ast.stmt, name: str) -> tuple[ast.stmt | None, ast.If | None]:
+        """The statement before this one that assigns a variable last, if both stand in one basic block.
+
+        And the `if` without `else` that may stand between them, and that ends in another assignment of the variable.
+        """
+        place, branch = self._places[id(statement)], None
         for earlier in reversed(place.block[: place.index]):
-            if not isinstance(earlier, _SIMPLE):
-                return None
-            if any(isinstance(node, ast.Name) and node.id == name and _stores(node) for node in ast.walk(earlier)):
-                return earlier
-        return None
+            if isinstance(earlier, _SIMPLE):
+                if _assigns(earlier, name):
+                    return earlier, branch
+            elif branch is None and isinstance(earlier, ast.If) and not earlier.orelse and self.pure(earlier.test):
+                if not _assigns(earlier.body[-1], name):
+                    return None, None
+                branch = earlier
+            else:
+                return None, None
+        return None, None
 
     def stored_between(self, first: ast.stmt, last: ast.stmt) -> set[str]:
         """Variables assigned by the statements between two of the same block."""
@@ -340,6 +351,10 @@ def _is_none(node: ast.AST) -> bool:
 def _captures(case: ast.match_case) -> set[str]:
     names = (getattr(node, "name", None) or getattr(node, "rest", None) for node in ast.walk(case.pattern))
     return set(filter(None, names))
+
+
+def _assigns(statement: ast.stmt, name: str) -> bool:
+    return any(isinstance(node, ast.Name) and node.id == name and _stores(node) for node in ast.walk(statement))
 
 
 def _assigned(statement: ast.stmt) -> set[str]:

@@ -1,7 +1,7 @@
 """Where is a residual normalised next, so that one op does both?
 
 x = x + gate * y                         or without a gate, and with casts around
-...                                      the same basic block
+...                                      the same basic block, or an `if` that ends in another such sum
 n = norm(x) * (1 + scale) + shift        or held in a variable first, or the norm alone between two casts
 """
 
@@ -32,11 +32,19 @@ class FusedNorm:
 
 @dataclass
 class Pair:
-    """A residual and the norm of it."""
+    """A residual and the norm of it.
+
+    Args:
+        branch: an `if` in between. While it is not taken, the residual before it is the one that is normalised, else
+            that at its end.
+        at_its_end: which of the two this one is.
+    """
 
     site: Site
     residual: Match
     norm: FusedNorm
+    branch: ast.If | None
+    at_its_end: bool
 
 
 def find_pairs(effects: Effects, finder: Finder, norms: list[FusedNorm]) -> list[Pair]:
@@ -44,11 +52,16 @@ def find_pairs(effects: Effects, finder: Finder, norms: list[FusedNorm]) -> list
     pairs: dict[int, Pair] = {}
     for norm in sorted(norms, key=lambda norm: norm.match.statement.lineno):
         x = without_float(norm.call.args[0])
-        statement = effects.assigned_before(norm.definition, x.id) if isinstance(x, ast.Name) else None
-        residual = finder.residual_of(statement) if statement is not None else None
-        if residual is not None and id(statement) not in pairs:
-            text = f"{shortened(residual.node)}, then {shortened(norm.call)}"
-            pairs[id(statement)] = Pair(Site("pair", text, ""), residual, norm)
+        first, branch = effects.assigned_before(norm.definition, x.id) if isinstance(x, ast.Name) else (None, None)
+        statements = [first] if branch is None else [first, branch.body[-1]]
+        residuals = [finder.residual_of(statement) for statement in statements if statement is not None]
+        if not residuals or residuals[0] is None or id(first) in pairs:
+            continue
+        for statement, residual in zip(statements, residuals):
+            if residual is not None:
+                text = f"{shortened(residual.node)}, then {shortened(norm.call)}"
+                at_its_end = statement is not first
+                pairs[id(statement)] = Pair(Site("pair", text, ""), residual, norm, branch, at_its_end)
     return list(pairs.values())
 
 
@@ -61,12 +74,14 @@ def check_movable_up(effects: Effects, finder: Finder, pair: Pair) -> list[ast.e
     Raises:
         LeftEager: something in between may change an operand.
     """
-    first, match = pair.residual.statement, pair.norm.match
+    first, match = pair.branch if pair.at_its_end else pair.residual.statement, pair.norm.match
     operands = [node for node in (match.second, match.shift) if node is not None]
+    operands += [pair.branch.test] if pair.branch is not None and not pair.at_its_end else []
+    residual = pair.residual.statement.targets[0]
     read = {node.id for operand in operands for node in ast.walk(operand) if isinstance(node, ast.Name)}
-    rebound = (effects.stored_between(first, match.statement) | {first.targets[0].id}) & read
+    rebound = (effects.stored_between(first, match.statement) | {residual.id}) & read
     if rebound:
         raise LeftEager(f"{', '.join(sorted(rebound))} is assigned after the residual")
-    names = set().union(*map(effects.names, [first.targets[0], pair.norm.call.func, *operands]))
-    between = effects.check_movable(first, match.statement, match.main, names, finder.is_norm_call)
+    names = set().union(*map(effects.names, [residual, pair.norm.call.func, *operands]))
+    between = effects.check_movable(first, match.statement, match.main, names, finder.is_norm_call, pair.branch)
     return [norm for norm in between if ast.unparse(norm) != ast.unparse(pair.norm.call.func)]

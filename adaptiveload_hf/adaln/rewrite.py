@@ -49,6 +49,7 @@ class Rewriter:
         self._fused_norms: list[FusedNorm] = []
         self._bindings: dict[int, dict[str, tuple[ast.expr, ast.expr]]] = {}
         self._pairs: list[Pair] = []
+        self._given: dict[int, ast.Name] = {}
         self._number = 0
 
     @property
@@ -247,7 +248,9 @@ class Rewriter:
         bindings, alone = self._residual_alone(residual)
         if statement.value is not residual.replaced:
             raise LeftEager("its residual is cast to another dtype")
-        normed = self._new_name("n")
+        if pair.at_its_end and id(norm) not in self._given:
+            raise LeftEager("the residual before the branch makes no pair")
+        normed = self._given.get(id(norm)) or self._take_given(pair.norm)
         operands = {name: bound for name, (bound, _) in bindings.items()}
         used = {name: use for name, (_, use) in bindings.items()}
         for name, node in (("scale", norm.second), ("shift", norm.shift or ast.Constant(None))):
@@ -255,14 +258,16 @@ class Rewriter:
         operands["norm"] = used["norm"] = pair.norm.call.func
         cast_back = _flag(cast_back=residual.cast_back)
         test = _call("can_pair", **operands, **cast_back)
-        test = ast.BoolOp(ast.And(), [test, _call("is_plain", *others)]) if others else test
+        tests = [test] + ([_call("is_plain", *others)] if others else [])
+        if pair.branch is not None and not pair.at_its_end:
+            tests.append(ast.UnaryOp(ast.Not(), _copied(pair.branch.test)))
+        test = ast.BoolOp(ast.And(), tests) if tests[1:] else test
         both = _call("pair", **used, **cast_back, **_flag(norm_casts_back=norm.cast_back))
         if isinstance(alone, ast.IfExp):
             alone.test = _call("can_gate", x=used["x"], y=used["y"], gate=used["gate"])
         self._new_expressions[id(residual.replaced)] = ast.IfExp(test, both, _tuple(alone, ast.Constant(None)))
         targets = _tuple(*statement.targets, normed, context=ast.Store())
         self._new_statements[id(statement)] = [ast.Assign([targets], residual.replaced)]
-        self._take_given(pair.norm, normed)
         return [pair]
 
     def _residual_alone(self, residual: Match):
@@ -274,14 +279,16 @@ class Rewriter:
         self._drop_after(residual.statement, bindings["x"][1], bindings["y"][1])
         return bindings, _copied(residual.replaced, substitutes)
 
-    def _take_given(self, norm: FusedNorm, normed: ast.Name) -> None:
-        """Where a norm stands, take what its residual gave, if it did."""
+    def _take_given(self, norm: FusedNorm) -> ast.Name:
+        """Where a norm stands, take what its residual gave, if it did; the variable for that."""
+        normed = self._given[id(norm.match)] = self._new_name("n")
         given = ast.Compare(normed, [ast.IsNot()], [ast.Constant(None)])
         replaced = id(norm.match.replaced)
         self._new_expressions[replaced] = ast.IfExp(given, normed, self._new_expressions[replaced])
         if norm.unless_plain is not None:
             norm.unless_plain.test = ast.BoolOp(ast.Or(), [given, norm.unless_plain.test])
         self._drop_after(norm.match.statement, normed)
+        return normed
 
     def _only_uses(self, definition: ast.Assign, readers: list[Match], part: str) -> list[Match]:
         """The matches that read what a definition gives its variable, if nothing else reads it."""

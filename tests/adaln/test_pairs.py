@@ -62,7 +62,7 @@ def test_odd_blocks_compute_the_same_and_fuse_only_what_is_proven(block_class, p
         torch.testing.assert_close(value, truth, rtol=1e-5, atol=1e-5)
     assert row["pairs_fused"] == block_class.pairs
     assert block_class.reason in str(row["left_eager"])
-    assert row["pairs_found"] == block_class.pairs + bool(block_class.reason)
+    assert (row["pairs_found"] > block_class.pairs) == bool(block_class.reason)
     assert bool(pair_calls) == (block_class.pairs > 0 and block_class.__name__ != "SumThatBroadcasts")
 
 

@@ -216,6 +216,100 @@ class BranchInBetween(PairBlock):
         return self.norm(x) * (1 + scale) + shift
 
 
+class SecondSumInABranch(PairBlock):
+    """As in SD3: whichever sum comes last is normalised."""
+
+    pairs = 2
+    taken = True
+
+    def forward(self, x, scale, shift, gate):
+        x = x + gate * self.branch(x)
+        if self.taken:
+            y = gate * self.branch(x)
+            x = x + y
+        normed = self.norm(x)
+        normed = normed * (1 + scale) + shift
+        return x * normed
+
+
+class SecondSumInABranchNotTaken(SecondSumInABranch):
+    taken = False
+    forward = SecondSumInABranch.forward
+
+
+class BranchScalesTheSum(PairBlock):
+    pairs = 1
+
+    def forward(self, x, scale, shift, gate):
+        for is_taken in (True, False):
+            x = x + gate * self.branch(x)
+            if is_taken:
+                x = x * 2
+            x = self.norm(x) * (1 + scale) + shift
+        return x
+
+
+class BranchAssignsTheScale(PairBlock):
+    reason = "scale is assigned after the residual"
+
+    def forward(self, x, scale, shift, gate):
+        x = x + gate * self.branch(x)
+        if self.training:
+            scale = scale * 2
+            x = x * scale
+        return self.norm(x) * (1 + scale) + shift
+
+
+class BranchAssignsTheScaleOfBoth(PairBlock):
+    reason = "the residual before the branch makes no pair"
+
+    def forward(self, x, scale, shift, gate):
+        x = x + gate * self.branch(x)
+        if self.training:
+            scale = scale * 2
+            x = x + gate * scale
+        return self.norm(x) * (1 + scale) + shift
+
+
+class ConditionAssignedBetween(PairBlock):
+    reason = "is_taken is assigned after the residual"
+
+    def forward(self, x, scale, shift, gate):
+        is_taken = False
+        x = x + gate * self.branch(x)
+        is_taken = True
+        if is_taken:
+            x = x * 2
+        return self.norm(x) * (1 + scale) + shift
+
+
+class ConditionWithAnEffect(PairBlock):
+    def forward(self, x, scale, shift, gate):
+        x = x + gate * self.branch(x)
+        if self.note():
+            x = x * 2
+        return self.norm(x) * (1 + scale) + shift
+
+
+class BranchWithElse(PairBlock):
+    def forward(self, x, scale, shift, gate):
+        x = x + gate * self.branch(x)
+        if self.training:
+            x = x + gate
+        else:
+            x = x * 2
+        return self.norm(x) * (1 + scale) + shift
+
+
+class BranchGoesOn(PairBlock):
+    def forward(self, x, scale, shift, gate):
+        x = x + gate * self.branch(x)
+        if self.training:
+            x = x + gate * self.branch(x)
+            x.mul_(2)
+        return self.norm(x) * (1 + scale) + shift
+
+
 class OtherNormBetween(PairBlock):
     pairs = 1
 
