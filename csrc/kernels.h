@@ -79,10 +79,32 @@ struct GatedNormBackward {
   float* partials;  // gated_norm_backward_partials(...) floats
 };
 
+struct RopeForward {
+  Shape shape;
+  int64_t head_width;
+  float eps;
+  Array x, weight;
+  Array cos, sin;  // [batch or 1, tokens, head_width]
+  Array y;
+  float* rstd;  // [batch, tokens]: 1 / root mean square
+};
+
+struct RopeBackward {
+  Shape shape;
+  int64_t head_width;
+  Array grad, x, weight, cos, sin;
+  const float* rstd;
+  Array dx;         // without data: not wanted
+  float* dweight;   // [width], or null
+  float* partials;  // rope_backward_partials(...) floats, for dweight
+};
+
 cudaError_t layer_norm_modulate_forward(const LayerNormForward& p, cudaStream_t stream);
 cudaError_t layer_norm_modulate_backward(const LayerNormBackward& p, cudaStream_t stream);
 cudaError_t gate_residual_forward(const GateForward& p, cudaStream_t stream);
 cudaError_t gate_residual_backward(const GateBackward& p, cudaStream_t stream);
+cudaError_t rms_norm_rope_forward(const RopeForward& p, cudaStream_t stream);
+cudaError_t rms_norm_rope_backward(const RopeBackward& p, cudaStream_t stream);
 
 cudaError_t gate_residual_layer_norm_modulate_forward(const GatedNormForward& p, cudaStream_t stream);
 cudaError_t gate_residual_layer_norm_modulate_backward(const GatedNormBackward& p, cudaStream_t stream);
@@ -90,6 +112,7 @@ cudaError_t gate_residual_layer_norm_modulate_backward(const GatedNormBackward& 
 int64_t layer_norm_backward_partials(const Shape& shape);
 int64_t gate_backward_partials(const Shape& shape);
 int64_t gated_norm_backward_partials(const Shape& shape);
+int64_t rope_backward_partials(const RopeBackward& p);
 
 // cudaSuccess if the current GPU can run this build's kernels.
 cudaError_t check_device();

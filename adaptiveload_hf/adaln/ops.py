@@ -242,6 +242,8 @@ def rms_norm_rope(
     Source: WanAttnProcessor of diffusers 0.42.1.
     """
     check_rope(x, weight, cos, sin, heads)
+    if x.dtype == torch.float64 and x.is_cuda:
+        return reference.rms_norm_rope(x, weight, cos, sin, heads=heads, eps=eps)
     return registry.call(_op("rms_norm_rope", backend), _with_contiguous_columns(x), weight, cos, sin, heads, eps)[0]
 
 

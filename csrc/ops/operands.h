@@ -94,7 +94,7 @@ inline int64_t rows_of(const Optional& first, const Optional& second, int64_t ot
 
 // An empty contiguous tensor on the device of `like`. torch::stable::new_empty looks its op up by name: twice the time.
 inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType type) {
-  int64_t strides[3] = {1, 1, 1};
+  int64_t strides[4] = {1, 1, 1, 1};
   const int64_t* size = sizes.begin();
   for (int i = static_cast<int>(sizes.size()) - 2; i >= 0; --i) strides[i] = strides[i + 1] * std::max<int64_t>(size[i + 1], 1);
   int32_t device_type = 0;

@@ -1,0 +1,92 @@
+// rms_norm_rope and its backward op: allocation and registration.
+#include "operands.h"
+
+namespace adaptiveload::ops {
+namespace {
+
+// [batch, tokens, heads, head_width] as rows; heads is 1 and batch may be 1 for a table. Heads that do not lie side by
+// side, as some attention kernels leave their gradients, are copied.
+Array heads_of(const Tensor& tensor, const Shape& shape, int64_t heads, int64_t head_width, const char* name,
+               const Tensor& x, std::vector<Tensor>& copies) {
+  Tensor t = tensor;
+  const bool table = heads == 1;
+  const bool fits = t.dim() == 4 && (t.size(0) == shape.batch || (table && t.size(0) == 1)) &&
+                    t.size(1) == shape.tokens && t.size(2) == heads && t.size(3) == head_width;
+  if (!fits) refuse(std::string(name) + " has another shape than x, [B, S, D], and its heads ask for");
+  if (!t.is_cuda() || t.get_device_index() != x.get_device_index()) {
+    refuse(std::string(name) + " must be on the device of x");
+  }
+  if (t.stride(3) != 1 || (heads > 1 && t.stride(2) != head_width)) {
+    t = torch::stable::contiguous(t);
+    copies.push_back(t);
+  }
+  Array array;
+  array.data = t.data_ptr();
+  array.dtype = dtype_of(t.scalar_type());
+  array.batch_stride = t.size(0) == 1 ? 0 : t.stride(0);
+  array.row_stride = t.stride(1);
+  return array;
+}
+
+int64_t head_width_of(const Shape& shape, int64_t heads) {
+  if (heads < 1 || shape.width % (2 * heads) != 0) refuse("heads must divide x into heads of even width");
+  return shape.width / heads;
+}
+
+std::tuple<Tensor, Tensor> rms_norm_rope(const Tensor& x, const Tensor& weight, const Tensor& cos, const Tensor& sin,
+                                         int64_t heads, double eps) {
+  const Shape shape = shape_of(x, 1);
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  std::vector<Tensor> copies;
+  RopeForward p = {};
+  p.shape = shape;
+  p.head_width = head_width_of(shape, heads);
+  p.eps = static_cast<float>(eps);
+  Tensor y = empty(x, {shape.batch, shape.tokens, heads, p.head_width}, x.scalar_type());
+  Tensor rstd = empty(x, {shape.batch, shape.tokens}, ScalarType::Float);
+  p.x = array_of(x, shape, shape.tokens, "x", x, copies);
+  p.weight = array_of(weight, shape, kColumns, "weight", x, copies);
+  p.cos = heads_of(cos, shape, 1, p.head_width, "cos", x, copies);
+  p.sin = heads_of(sin, shape, 1, p.head_width, "sin", x, copies);
+  p.y = array_of(y, shape, shape.tokens);
+  p.rstd = static_cast<float*>(rstd.data_ptr());
+  check(adaptiveload::rms_norm_rope_forward(p, current_stream(x)), "rms_norm_rope");
+  return {y, rstd};
+}
+
+// Bits 0 and 1 of `needs`: x, weight.
+std::vector<Tensor> rms_norm_rope_backward(const Tensor& grad, const Tensor& x, const Tensor& rstd,
+                                           const Tensor& weight, const Tensor& cos, const Tensor& sin, int64_t needs) {
+  const Shape shape = shape_of(x, 1);
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  check_stats(rstd, shape, 1);
+  if (grad.dim() != 4 || grad.size(0) != shape.batch) refuse("grad must be [B, S, heads, D / heads]");
+  std::vector<Tensor> copies;
+  RopeBackward p = {};
+  p.shape = shape;
+  p.head_width = head_width_of(shape, grad.size(2));
+  p.grad = heads_of(grad, shape, grad.size(2), p.head_width, "grad", x, copies);
+  p.x = array_of(x, shape, shape.tokens, "x", x, copies);
+  p.weight = array_of(weight, shape, kColumns, "weight", x, copies);
+  p.cos = heads_of(cos, shape, 1, p.head_width, "cos", x, copies);
+  p.sin = heads_of(sin, shape, 1, p.head_width, "sin", x, copies);
+  p.rstd = static_cast<const float*>(rstd.data_ptr());
+  Gradients gradients(x, shape, needs);
+  p.dx = gradients.rows(0, shape.tokens, x.scalar_type());
+  p.dweight = gradients.columns(1);
+  Tensor partials;
+  if (gradients.wants(1)) {
+    partials = empty(x, {adaptiveload::rope_backward_partials(p)}, ScalarType::Float);
+    p.partials = static_cast<float*>(partials.data_ptr());
+  }
+  check(adaptiveload::rms_norm_rope_backward(p, current_stream(x)), "rms_norm_rope_backward");
+  return gradients.found;
+}
+
+}  // namespace
+}  // namespace adaptiveload::ops
+
+STABLE_TORCH_LIBRARY_IMPL(adaptiveload, CUDA, m) {
+  m.impl("rms_norm_rope", TORCH_BOX(&adaptiveload::ops::rms_norm_rope));
+  m.impl("rms_norm_rope_backward", TORCH_BOX(&adaptiveload::ops::rms_norm_rope_backward));
+}

@@ -1,0 +1,149 @@
+// y = RMS(x) * weight, each pair of columns of a head turned by the angle of its token and place in the head, forward.
+//
+// forward_rows: a team (rope.cuh) owns all columns of a row at a time, a thread NV packs of eight of them, all at one
+// place of their heads, so that a token's angles are read once and serve all heads. weight stays in registers; the rows
+// to come are on their way into the team's ring in shared memory. x is read once, y written once: 4 bytes an element in
+// 16-bit types, and the tables once.
+// forward_any: one row at a time, a thread a pair: any dtypes, any alignment, any head of even width.
+#include "rope.cuh"
+
+namespace adaptiveload {
+namespace {
+
+constexpr int kMostThreads = 256;  // of a block
+constexpr int kStages = 3;         // rows of a team under way; on an H200 2 to 6 are equal
+
+template <typename T, typename A, int NV, int BLOCKS>
+__global__ void __launch_bounds__(kMostThreads, BLOCKS)
+    forward_rows(const RopeForward p, const Segments segments, const int stages) {
+  using Rows = Ring<T, 1, NV>;
+  extern __shared__ __align__(16) unsigned char rings[];
+  __shared__ uint64_t arrivals[kMostThreads / 32][Rows::kMostStages];
+  __shared__ float buffers[kMostThreads / 32][2][kMostThreads / 32];
+  const int width = static_cast<int>(p.shape.width), me = threadIdx.y;
+  const float one_by_width = 1.f / width;
+  const Rows ring = {rings + me * stages * width * static_cast<int>(sizeof(T)), arrivals[me], stages, width};
+  const Place at(segments, blockIdx.x * blockDim.y + me, 1);
+  const int tokens = at.segment < segments.count ? segments.tokens : 0;
+  const T* const x_rows = row_of<const T>(p.x, at.batch, 0);
+  T* const y_rows = row_of<T>(p.y, at.batch, 0);
+  const int place = ring.column(0) % static_cast<int>(p.head_width);
+  bool mine[NV];
+#pragma unroll
+  for (int v = 0; v < NV; ++v) mine[v] = static_cast<int>(v * blockDim.x + threadIdx.x) * kPack < width;
+  const auto fetch_row = [&](int row, int stage) {
+    const int count = min(1, tokens - row);
+    ring.open(stage, count);
+    ring.fetch(stage, 0, x_rows + row * p.x.row_stride, width, count);
+    ring.close();
+  };
+
+  ring.start();
+  for (int stage = 0; stage < stages; ++stage) fetch_row(at.chunk + stage * segments.chunks, stage);
+  float weight[NV][kPack];
+#pragma unroll
+  for (int v = 0; v < NV; ++v) load_weight(weight[v], p.weight, v * blockDim.x * kPack, width);
+
+  int stage = 0, round = 0, parity = 0;
+  for (int row = at.chunk; row < tokens; row += segments.chunks, parity ^= 1) {
+    Angles<A> angles;
+    angles.load(p.cos, p.sin, at.batch, row, place);
+    ring.wait(stage, round);
+    Pack<T> packs[NV];
+    float squares[1] = {0.f}, x[kPack], c[kPack / 2], s[kPack / 2];
+#pragma unroll
+    for (int v = 0; v < NV; ++v) packs[v] = ring.read(stage, 0, v);
+#pragma unroll
+    for (int v = 0; v < NV; ++v) {
+      packs[v].read(x);
+      float sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) sum += x[i] * x[i];
+      squares[0] += mine[v] ? sum : 0.f;
+    }
+    team_sum<1, kMostThreads>(squares, buffers[me][parity]);
+    fetch_row(row + stages * segments.chunks, stage);
+    const float rstd = rsqrtf(squares[0] * one_by_width + p.eps);
+    if (threadIdx.x == 0) p.rstd[at.batch * p.shape.tokens + row] = rstd;
+    angles.read(rstd, c, s);
+#pragma unroll
+    for (int v = 0; v < NV; ++v) {
+      keep_packed(packs[v]);
+      packs[v].read(x);
+#pragma unroll
+      for (int i = 0; i < kPack / 2; ++i) {
+        const float even = x[2 * i] * weight[v][2 * i], odd = x[2 * i + 1] * weight[v][2 * i + 1];
+        x[2 * i] = even * c[i] - odd * s[i];
+        x[2 * i + 1] = even * s[i] + odd * c[i];
+      }
+      if (mine[v]) store_pack_once(y_rows + row * p.y.row_stride + ring.column(v), x);
+    }
+    if (++stage == stages) {
+      stage = 0;
+      ++round;
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kMostAnyThreads) forward_any(const RopeForward p) {
+  __shared__ float buffer[2][kMostAnyThreads / 32];
+  const int width = static_cast<int>(p.shape.width), head_width = static_cast<int>(p.head_width);
+  const int64_t rows = p.shape.batch * p.shape.tokens;
+  int parity = 0;
+  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x, parity ^= 1) {
+    const int64_t batch = row / p.shape.tokens, token = row % p.shape.tokens;
+    float squares[1] = {0.f};
+    for (int column = threadIdx.x; column < width; column += blockDim.x) {
+      const float x = element(p.x, batch, token, column, 0.f);
+      squares[0] += x * x;
+    }
+    block_sum<1, kMostAnyThreads>(squares, buffer[parity]);
+    const float rstd = rsqrtf(squares[0] / width + p.eps);
+    if (threadIdx.x == 0) p.rstd[row] = rstd;
+    for (int column = 2 * threadIdx.x; column < width; column += 2 * blockDim.x) {
+      const float c = element(p.cos, batch, token, column % head_width, 0.f);
+      const float s = element(p.sin, batch, token, column % head_width + 1, 0.f);
+      const float even = element(p.x, batch, token, column, 0.f) * rstd * element(p.weight, 0, 0, column, 0.f);
+      const float odd = element(p.x, batch, token, column + 1, 0.f) * rstd * element(p.weight, 0, 0, column + 1, 0.f);
+      set_element(p.y, batch, token, column, even * c - odd * s);
+      set_element(p.y, batch, token, column + 1, even * s + odd * c);
+    }
+  }
+}
+
+// false: the ring does not fit this GPU, or a row is too wide.
+template <typename T, typename A, int NV, int BLOCKS>
+bool launch_rows(const RopeForward& p, cudaStream_t stream, cudaError_t* error) {
+  const int64_t stage_bytes = Ring<T, 1, NV>::stage_bytes(p.shape.width);
+  const Teams teams(p.shape, p.head_width, NV, kMostThreads, 1, stage_bytes, BLOCKS * kMostThreads / 32, kStages);
+  if (teams.stages == 0) return false;
+  auto kernel = forward_rows<T, A, NV, BLOCKS>;
+  *error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, teams.bytes);
+  if (*error != cudaSuccess) return true;
+  kernel<<<teams.blocks, teams.threads, teams.bytes, stream>>>(p, teams.segments, teams.stages);
+  *error = cudaGetLastError();
+  return true;
+}
+
+}  // namespace
+
+cudaError_t rms_norm_rope_forward(const RopeForward& p, cudaStream_t stream) {
+  const int64_t rows = p.shape.batch * p.shape.tokens;
+  if (rows * p.shape.width == 0) return cudaSuccess;
+  cudaError_t error = cudaSuccess;
+  const auto launch = [&](auto types) {
+    using T = typename decltype(types)::Stream;
+    using A = typename decltype(types)::Table;
+    // Two packs a thread leave registers for 24 warps of a multiprocessor, on an H200 the best for 1536 columns; four
+    // packs and 16 warps are the best for 5120, and take rows of up to 256 * 4 * 8 = 8192 columns.
+    constexpr int kFew = 4 / sizeof(T), kFewBlocks = 3, kMany = 4, kManyBlocks = 4 / sizeof(T);
+    const bool few = team_threads(p.shape.width, p.head_width, kFew) <= kMostThreads;
+    return few ? launch_rows<T, A, kFew, kFewBlocks>(p, stream, &error)
+               : launch_rows<T, A, kMany, kManyBlocks>(p, stream, &error);
+  };
+  if (launch_for_types(p, launch)) return error;
+  forward_any<<<static_cast<unsigned>(std::min<int64_t>(rows, 1 << 30)), pair_threads(p.shape.width), 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace adaptiveload
