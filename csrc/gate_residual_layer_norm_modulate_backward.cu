@@ -21,12 +21,19 @@ constexpr int kBusyThreads = 320;   // of a multiprocessor, but at most kMostBlo
 constexpr int kMostBlocks = 2;
 constexpr int kStages = 3;          // turns under way
 
+// Which sums over rows are wanted: P and Q, and G.
+struct Wanted {
+  bool norm_sums, gate_sum;
+
+  __host__ __device__ int count() const { return 2 * norm_sums + gate_sum; }
+};
+
 // modulated: P and Q are those of grad * m (for weight and bias where every token has its own m), and nothing else.
 // P, Q and G lie in shared memory, so that the width is not bounded by registers.
 template <Access A>
 __global__ void __launch_bounds__(kMostAnyThreads)
-    backward_any(const GatedNormBackward p, const Segments segments, const Partials partials, const bool per_token,
-                 const bool norm_sums, const bool gate_sum, const bool modulated) {
+    backward_any(const GatedNormBackward p, const Segments segments, const Wanted wanted, const bool per_token,
+                 const bool modulated) {
   extern __shared__ float sums[];  // P, Q, G, each [width]
   __shared__ float buffer[2][2 * kMostAnyThreads / 32];
   const int width = static_cast<int>(p.shape.width), step = kPack * blockDim.x;
@@ -98,14 +105,13 @@ __global__ void __launch_bounds__(kMostAnyThreads)
   }
 
   __syncthreads();
-  float* const norm_partial = partials.norm + static_cast<int64_t>(blockIdx.x) * 2 * width;
-  float* const gate_partial = partials.gate + static_cast<int64_t>(blockIdx.x) * width;
+  float* const partial = p.partials + static_cast<int64_t>(blockIdx.x) * wanted.count() * width;
   for (int c = threadIdx.x; c < width; c += blockDim.x) {
-    if (norm_sums) {
-      norm_partial[c] = sums[c];
-      norm_partial[width + c] = sums[width + c];
+    if (wanted.norm_sums) {
+      partial[c] = sums[c];
+      partial[width + c] = sums[width + c];
     }
-    if (gate_sum) gate_partial[c] = sums[2 * width + c];
+    if (wanted.gate_sum) partial[(wanted.count() - 1) * width + c] = sums[2 * width + c];
   }
 }
 
@@ -114,10 +120,6 @@ int row_blocks(const Shape& shape) { return std::clamp(kBusyThreads / row_thread
 
 // Shapes alone decide, so that the workspace and every kernel agree.
 Segments segments_of(const Shape& shape) { return cut(shape, row_blocks(shape), 8); }
-
-struct Wanted {
-  bool norm_sums, gate_sum;
-};
 
 // false: the ring does not fit this GPU, or a row is too wide.
 template <typename T, bool NORM_SUMS, bool GATE_SUM>
@@ -130,9 +132,7 @@ bool launch_rows(const GatedNormBackward& p, const Segments& segments, cudaStrea
   auto kernel = backward_rows<T, kTurnRows, kPacks, NORM_SUMS, GATE_SUM, kMostThreads>;
   *error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (*error != cudaSuccess) return true;
-  const Partials partials(p, segments);
-  kernel<<<static_cast<unsigned>(segments.blocks()), threads, bytes, stream>>>(p, segments, partials, stages);
-  *error = cudaGetLastError();
+  *error = launch_early(kernel, static_cast<unsigned>(segments.blocks()), threads, bytes, stream, p, segments, stages);
   return true;
 }
 
@@ -167,8 +167,7 @@ cudaError_t launch_any(const GatedNormBackward& p, const Wanted& wanted, bool mo
   auto kernel = vectors ? backward_any<Access::pieces> : backward_any<Access::strided>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
-  kernel<<<blocks, threads, bytes, stream>>>(p, segments, Partials(p, segments), row_per_token(p.shape),
-                                             wanted.norm_sums, wanted.gate_sum, modulated);
+  kernel<<<blocks, threads, bytes, stream>>>(p, segments, wanted, row_per_token(p.shape), modulated);
   return cudaGetLastError();
 }
 
@@ -196,41 +195,44 @@ cudaError_t gate_residual_layer_norm_modulate_backward(const GatedNormBackward& 
     }
   }
 
-  const Partials partials(p, segments);
-  ColumnSums norm = {};
-  norm.segments = segments.count;
-  norm.rows = per_token ? 1 : p.shape.rows;
-  norm.chunks = empty ? 0 : segments.chunks;
-  norm.width = static_cast<int>(p.shape.width);
-  ColumnSums gate = norm;
-  gate.partials = partials.gate;
-  gate.dscale_table = p.dgate_table;
-  if (!per_token) gate.dscale = p.dgate;
-  if (error == cudaSuccess && wanted.gate_sum) error = add_column_sums<1>(gate, stream);
+  if (error != cudaSuccess) return error;
 
-  norm.partials = partials.norm;
-  norm.weight = p.weight;
-  norm.bias = p.bias;
-  norm.scale_table = p.scale_table;
-  norm.dscale_table = p.dscale_table;
-  norm.dshift_table = p.dshift_table;
+  ColumnSums totals = {};
+  totals.partials = p.partials;
+  totals.segments = segments.count;
+  totals.chunks = empty ? 0 : segments.chunks;
+  totals.width = static_cast<int>(p.shape.width);
+  totals.weight = p.weight;
+  totals.bias = p.bias;
+  totals.scale_table = p.scale_table;
+  totals.dscale_table = p.dscale_table;
+  totals.dshift_table = p.dshift_table;
+  totals.dgate_table = p.dgate_table;
+  totals.rows = 1;
   if (!per_token) {
-    norm.scale = p.scale;
-    norm.dscale = p.dscale;
-    norm.dshift = p.dshift;
-    norm.dweight = p.dweight;
-    norm.dbias = p.dbias;
+    totals.rows = p.shape.rows;
+    totals.scale = p.scale;
+    totals.dscale = p.dscale;
+    totals.dshift = p.dshift;
+    totals.dgate = p.dgate;
+    totals.dweight = p.dweight;
+    totals.dbias = p.dbias;
   }
-  if (error == cudaSuccess && wanted.norm_sums) error = add_column_sums<2>(norm, stream);
+  switch (wanted.count()) {
+    case 0: break;
+    case 1: error = add_column_sums<1>(totals, stream); break;
+    case 2: error = add_column_sums<2>(totals, stream); break;
+    default: error = add_column_sums<3>(totals, stream);
+  }
   if (error != cudaSuccess || !per_token || !affine_wanted) return error;
 
   // Every token has its own m: weight and bias need sums of grad * m, which P and Q cannot give. Another pass.
   if (!empty) error = launch_any(p, {true, false}, true, segments, stream);
-  norm.modulated = true;
-  norm.dscale_table = norm.dshift_table = nullptr;
-  norm.dweight = p.dweight;
-  norm.dbias = p.dbias;
-  return error == cudaSuccess ? add_column_sums<2>(norm, stream) : error;
+  totals.modulated = true;
+  totals.dscale_table = totals.dshift_table = totals.dgate_table = nullptr;
+  totals.dweight = p.dweight;
+  totals.dbias = p.dbias;
+  return error == cudaSuccess ? add_column_sums<2>(totals, stream) : error;
 }
 
 }  // namespace adaptiveload

@@ -6,23 +6,16 @@
 // Each block writes its sums once; nothing is added atomically.
 #pragma once
 
+#include "launch.cuh"
 #include "modulation.cuh"
 #include "rows.cuh"
 
 namespace adaptiveload {
 
-// The partial sums of a launch: P and Q of all chunks, then G of all chunks.
-struct Partials {
-  float *norm, *gate;
-
-  Partials(const GatedNormBackward& p, const Segments& segments)
-      : norm(p.partials), gate(p.partials + segments.blocks() * 2 * p.shape.width) {}
-};
-
 template <typename T, int R, int NV, bool NORM_SUMS, bool GATE_SUM, int THREADS>
 __global__ void __launch_bounds__(THREADS)
-    backward_rows(const GatedNormBackward p, const Segments segments, const Partials partials, const int stages) {
-  constexpr int kTensors = GATE_SUM ? 4 : 3;
+    backward_rows(const GatedNormBackward p, const Segments segments, const int stages) {
+  constexpr int kTensors = GATE_SUM ? 4 : 3, kSums = 2 * NORM_SUMS + GATE_SUM;
   extern __shared__ __align__(128) unsigned char ring_rows[];
   __shared__ uint64_t arrivals[Ring<T, kTensors * R, NV>::kMostStages];
   __shared__ float buffer[2][2 * R * THREADS / 32];
@@ -58,6 +51,7 @@ __global__ void __launch_bounds__(THREADS)
   };
 
   ring.start();
+  wait_for_previous_kernel();
   const int first_row = at.chunk * R;
   for (int stage = 0; stage < stages; ++stage) fetch_turn(first_row + stage * step, stage);
   float2 next_stats[R];  // mean, rstd
@@ -153,18 +147,19 @@ __global__ void __launch_bounds__(THREADS)
     }
   }
 
-  float* const norm_partial = partials.norm + static_cast<int64_t>(blockIdx.x) * 2 * width;
-  float* const gate_partial = partials.gate + static_cast<int64_t>(blockIdx.x) * width;
+  let_next_kernel_start();
+  if (kSums == 0) return;
+  float* const partial = p.partials + static_cast<int64_t>(blockIdx.x) * kSums * width;
 #pragma unroll
   for (int v = 0; v < NV; ++v) {
     if (!mine[v]) continue;
 #pragma unroll
     for (int i = 0; i < kPack; ++i) {
       if (NORM_SUMS) {
-        norm_partial[ring.column(v) + i] = scale_sum[v][i];
-        norm_partial[width + ring.column(v) + i] = shift_sum[v][i];
+        partial[ring.column(v) + i] = scale_sum[v][i];
+        partial[width + ring.column(v) + i] = shift_sum[v][i];
       }
-      if (GATE_SUM) gate_partial[ring.column(v) + i] = gate_sum[v][i];
+      if (GATE_SUM) partial[(kSums - 1) * width + ring.column(v) + i] = gate_sum[v][i];
     }
   }
 }

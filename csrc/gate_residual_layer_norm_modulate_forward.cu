@@ -8,6 +8,7 @@
 // gate_residual and layer_norm_modulate, one after the other: the same result, 10 bytes.
 #include <initializer_list>
 
+#include "launch.cuh"
 #include "modulation.cuh"
 #include "rows.cuh"
 
@@ -126,6 +127,7 @@ __global__ void __launch_bounds__(THREADS)
   };
 
   ring.start();
+  wait_for_previous_kernel();
   const int first_row = at.chunk * R;
   for (int stage = 0; stage < stages; ++stage) fetch_turn(first_row + stage * step, stage);
   float factor[NV][kPack], gain[NV][kPack], offset[NV][kPack];
@@ -223,8 +225,7 @@ bool launch_rows(const GatedNormForward& p, cudaStream_t stream, cudaError_t* er
   *error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (*error != cudaSuccess) return true;
   const Segments segments = cut(p.shape, blocks, R);
-  kernel<<<static_cast<unsigned>(segments.blocks()), threads, bytes, stream>>>(p, segments, stages);
-  *error = cudaGetLastError();
+  *error = launch_early(kernel, static_cast<unsigned>(segments.blocks()), threads, bytes, stream, p, segments, stages);
   return true;
 }
 
