@@ -119,7 +119,7 @@ int row_threads(const Shape& shape) { return threads_for((shape.width + kPacks -
 int row_blocks(const Shape& shape) { return std::clamp(kBusyThreads / row_threads(shape), 1, kMostBlocks); }
 
 // Shapes alone decide, so that the workspace and every kernel agree.
-Segments segments_of(const Shape& shape) { return cut(shape, row_blocks(shape), 8); }
+Segments segments_of(const Shape& shape) { return cut(shape, row_blocks(shape), 2); }
 
 // false: the ring does not fit this GPU, or a row is too wide.
 template <typename T, bool NORM_SUMS, bool GATE_SUM>

@@ -21,7 +21,7 @@ constexpr int kTurnRows = 2;        // rows of a turn in 16-bit types; half in f
 constexpr int kMostThreads = 768;   // of a block: rows of up to 768 * 8 = 6144 columns
 constexpr int kBusyThreads = 768;   // of a multiprocessor
 constexpr int kWaves = 16;          // blocks that follow one another
-constexpr int kFewestRows = 4;      // of a block
+constexpr int kFewestRows = 4;      // of a block, where there are enough for one wave
 constexpr int kStages = 3;          // turns under way
 
 __device__ __forceinline__ float columns_of_warp(int warp, int width) {
@@ -165,7 +165,9 @@ bool launch_rows(const GatedNormForward& p, cudaStream_t stream, cudaError_t* er
   auto kernel = forward_rows<T, R, kMostThreads>;
   *error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (*error != cudaSuccess) return true;
-  const Segments segments = cut(p.shape, blocks * kWaves, kFewestRows);
+  const int64_t wave = blocks * device_attribute(cudaDevAttrMultiProcessorCount);
+  const bool many = p.shape.batch * p.shape.tokens >= wave * kFewestRows;
+  const Segments segments = cut(p.shape, blocks * kWaves, many ? kFewestRows : R);
   *error = launch_early(kernel, static_cast<unsigned>(segments.blocks()), threads, bytes, stream, p, segments, stages);
   return true;
 }

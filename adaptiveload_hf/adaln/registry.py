@@ -138,7 +138,11 @@ def _below_autograd(op, *args):
 
 def bits_of(flags) -> int:
     """`needs` of a backward op: bit i is flag i."""
-    return sum(1 << bit for bit, flag in enumerate(flags) if flag)
+    needs = 0
+    for bit, flag in enumerate(flags):
+        if flag:
+            needs |= 1 << bit
+    return needs
 
 
 def gradients_of(ctx, name: str, count: int, needs: int, *args) -> list[Tensor | None]:
