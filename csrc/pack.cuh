@@ -123,6 +123,12 @@ __device__ __forceinline__ void store_pack_once(T* address, const float (&values
 }
 
 template <typename T>
+__device__ __forceinline__ void store_pack(T* address, const Pack<T>& pack) {
+#pragma unroll
+  for (int i = 0; i < Pack<T>::kPieces; ++i) reinterpret_cast<uint4*>(address)[i] = pack.piece[i];
+}
+
+template <typename T>
 __device__ __forceinline__ T* row_of(const Array& a, int64_t batch, int64_t row) {
   return static_cast<T*>(a.data) + batch * a.batch_stride + row * a.row_stride;
 }
