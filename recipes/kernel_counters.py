@@ -1,6 +1,6 @@
 """Calls the CUDA kernels that matter most once each, so that ncu reads what they move.
 
-    ncu --clock-control none --cache-control all -k regex:adaptiveload --csv --page raw \\
+    ncu --clock-control none --cache-control all -k regex:_rows --csv --page raw \\
         --metrics gpu__time_duration.sum,dram__bytes_read.sum,dram__bytes_write.sum python recipes/kernel_counters.py
 """
 

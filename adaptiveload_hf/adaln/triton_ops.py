@@ -14,11 +14,11 @@ from . import triton_kernels
 
 WIDEST = 8192  # what is tested
 # Measured on an H200 (docs/kernels.md): float32 values that a thread can hold over a row without spilling; programs
-# that a multiprocessor gets in a forward pass, and warps in a backward pass, which then is a single wave; the fewest
-# rows that are worth loading a modulation for.
+# that a multiprocessor gets in a forward pass; bytes of rows to come that it needs under way in a backward pass, whose
+# programs are as few as that takes, since each ends with sums; the fewest rows worth loading a modulation for.
 _VALUES_PER_THREAD = 200
 _FORWARD_PROGRAMS = 32
-_BACKWARD_WARPS = 8
+_BYTES_UNDER_WAY = 48 << 10
 _FEWEST_ROWS = 8
 _SUMS = ("gate", "scale", "shift", "weight", "bias")
 _NORM_ARGUMENTS = ("x", "scale", "shift", "weight", "bias", "scale_table", "shift_table")
@@ -183,11 +183,16 @@ def _cut(
     warps = next((w for w in (1, 2, 4, 8) if (kept + 2) * width <= _VALUES_PER_THREAD * 32 * w), 16)
     tile = min(256 * warps, max(32, triton.next_power_of_2(width)))  # at most 16 bytes of a half type a thread
     processors, shared_memory = _device(device)
-    programs = (max(1, _BACKWARD_WARPS // warps) if summing else _FORWARD_PROGRAMS) * processors
-    chunk_rows = max(_FEWEST_ROWS, -(-segment_rows * batch * segments // programs))
+    row_bytes *= -(-width // tile) * tile
+    # Each stage but one holds a row of all that is read.
+    stages = min(5, max(3, 1 + -(-_BYTES_UNDER_WAY // (2 * row_bytes)))) if summing else 3
+    stages = min(stages, 1 + shared_memory // row_bytes)
+    programs = _FORWARD_PROGRAMS
+    if summing:
+        programs = -(-_BYTES_UNDER_WAY // (max(1, stages - 1) * row_bytes))
+        programs = max(1 if warps >= 8 else 2, min(16, programs))
+    chunk_rows = max(_FEWEST_ROWS, -(-segment_rows * batch * segments // (programs * processors)))
     chunks = -(-segment_rows // chunk_rows)
-    # Rows in flight are what keeps memory busy; each stage but one holds a row of every stream.
-    stages = min(3, 1 + shared_memory // (-(-width // tile) * tile * row_bytes))
     options = {"D": width, "TILE": tile, "STAGES": stages, "num_warps": warps}
     options |= {"GATE_PER_TOKEN": gate_per_token, "NORM_PER_TOKEN": norm_per_token}
     return SimpleNamespace(
