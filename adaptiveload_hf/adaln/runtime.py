@@ -146,14 +146,25 @@ class FusedOps:
         )
 
     def can_turn(self, norms: tuple[nn.Module, ...], x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> bool:
-        """Whether `rms_norm_rope` stands for the norms of projections of x [B, S, D] and the rotation after them."""
-        return (
-            _no_hooks_on(*norms)
-            and self._is_stream(x)
-            and all(type(norm) is nn.RMSNorm and norm.eps is not None for norm in norms)
-            and all(norm.weight is not None and _fits_projection(norm, x) for norm in norms)
-            and all(_fits_heads(table, x, norms[0], heads) for table in (cos, sin))
-        )
+        """Whether `rms_norm_rope` stands for the norms of projections of x [B, S, D] and the rotation after them.
+
+        The projections themselves are not known yet: they have x's dtype, or that of autocast. Under CUDA autocast
+        eager computes the norm in float32, and attention casts that down again. Plain loops: this runs at each call.
+        """
+        if not (self._is_stream(x) and _no_hooks_on(*norms)):
+            return False
+        dtype = x.dtype
+        if torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type):
+            if not x.is_cuda:
+                return False
+            dtype = None
+        for norm in norms:
+            if type(norm) is not nn.RMSNorm or norm.eps is None:
+                return False
+            weight = norm.weight
+            if not _is_weight(weight, dtype, x):
+                return False
+        return _fits_heads(cos, x, weight, heads) and _fits_heads(sin, x, weight, heads)
 
     def rms_norm_rope(self, norm: nn.RMSNorm, x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
         """norm(x) with the columns of its heads turned, of x's dtype: [B, S, D]."""
@@ -206,29 +217,19 @@ def _as_rows(m: Tensor | None) -> Tensor | None:
     return m if m is None or m.ndim == 3 else m[(None,) * (3 - m.ndim)]
 
 
-def _fits_projection(norm: nn.RMSNorm, x: Tensor) -> bool:
-    """The norm's weight is for rows, and eager rounds norms of projections of x to their own dtype or later does.
-
-    The projections themselves are not known yet: they have x's dtype, or that of autocast. On CUDA autocast computes
-    the norm in float32, and attention casts that down again.
-    """
-    weight = norm.weight
-    if x.is_cuda and torch.is_autocast_enabled("cuda"):
-        same_dtype = True
-    else:
-        same_dtype = weight.dtype == x.dtype and not torch.is_autocast_enabled(x.device.type)
-    return (
-        _is_tensor(weight) and weight.device == x.device and weight.ndim == 1 and _narrow_enough(weight) and same_dtype
-    )
+def _is_weight(weight: Tensor | None, dtype: torch.dtype | None, x: Tensor) -> bool:
+    """[D], narrow enough, on x's device and of a dtype, of any if that is None."""
+    if weight is None or not _is_tensor(weight) or weight.ndim != 1 or weight.device != x.device:
+        return False
+    return (dtype is None or weight.dtype == dtype) and _narrow_enough(weight)
 
 
-def _fits_heads(table: Tensor, x: Tensor, norm: nn.RMSNorm, heads: int) -> bool:
+def _fits_heads(table: Tensor, x: Tensor, weight: Tensor, heads: int) -> bool:
     """[B or 1, S, 1, D / heads] and no more than numbers."""
     if not _is_tensor(table) or table.ndim != 4 or table.device != x.device or table.requires_grad:
         return False
     batch, tokens, ones, head_width = table.shape
-    width = norm.weight.shape[0]
-    return batch in (1, x.shape[0]) and tokens == x.shape[1] and ones == 1 and head_width * heads == width
+    return tokens == x.shape[1] and ones == 1 and head_width * heads == weight.shape[0] and batch in (1, x.shape[0])
 
 
 def _affine_fits(norm: nn.Module, x: Tensor, dtype: torch.dtype) -> bool:
