@@ -13,6 +13,10 @@ import pytest
 import torch
 
 
+def pytest_addoption(parser):
+    parser.addoption("--write-matrix", action="store_true", help="write what the tests found into docs/patching.md")
+
+
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return

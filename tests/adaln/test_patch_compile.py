@@ -1,15 +1,13 @@
-"""Do patched models compile: one graph, the fused ops in it, no more compilations than unpatched ones?"""
+"""How do patched modules meet torch.compile? Whole models: test_composition_compile.py."""
 
 import pytest
 import torch
 from diffusers.models.normalization import AdaLayerNormZero
-from support.tiny_models import output_and_gradients, relative_error, tiny_inputs, tiny_model
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 from adaptiveload_hf import patch_model
 
 OPS = {"adaptiveload.layer_norm_modulate.default", "adaptiveload.gate_residual.default"}
-OTHERS = {"adaptiveload.gate_residual_layer_norm_modulate.default", "adaptiveload.rms_norm_rope.default"}
 
 
 @pytest.fixture(autouse=True)
@@ -19,47 +17,6 @@ def fresh_compiler():
 
 def targets(graph_module):
     return {str(node.target) for node in graph_module.graph.nodes}
-
-
-def test_a_whole_model_is_one_graph_and_its_gradients_are_right():
-    model, inputs = tiny_model("wan"), tiny_inputs("wan")
-    output, gradients = output_and_gradients(model, inputs)
-    patch_model(model)
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, fullgraph=True, backend=counter)
-    compiled_output, compiled_gradients = output_and_gradients(compiled, inputs)
-    assert counter.frame_count == 1
-    assert targets(counter.graphs[0]) >= OPS | OTHERS
-    assert relative_error(compiled_output, output) < 1e-5
-    for name, gradient in gradients.items():
-        assert relative_error(compiled_gradients["_orig_mod." + name], gradient) < 1e-5, name
-
-
-def frames_of_compiled_blocks(make_blocks, run, patch):
-    """How many graphs it takes to compile each block on its own and run them at three batch sizes."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model, blocks = make_blocks()
-    if patch:
-        patch_model(model)
-    counter = CompileCounter()
-    for block in blocks:
-        block.compile(fullgraph=True, backend=counter)
-    for batch in (1, 2, 3):
-        run(model, batch)
-    return counter.frame_count
-
-
-def test_compiled_blocks_recompile_no_more_often_than_unpatched_ones():
-    def make_blocks():
-        model = tiny_model("wan")
-        return model, model.blocks
-
-    def run(model, batch):
-        model(**tiny_inputs("wan", batch=batch))
-
-    unpatched, patched = (frames_of_compiled_blocks(make_blocks, run, patch) for patch in (False, True))
-    assert patched <= unpatched
 
 
 class BlockWithPatchedChild(torch.nn.Module):
@@ -72,16 +29,23 @@ class BlockWithPatchedChild(torch.nn.Module):
         return x + gate.unsqueeze(1) * y
 
 
-def test_compiled_blocks_share_one_graph_although_their_children_are_patched():
-    def make_blocks():
-        blocks = torch.nn.Sequential(*(BlockWithPatchedChild() for _ in range(4)))
-        return blocks, blocks
-
-    def run(blocks, batch):
+def graphs_of_four_blocks(patch):
+    """How many graphs it takes to compile each of four blocks on its own and run them at three batch sizes."""
+    torch._dynamo.reset()
+    blocks = torch.nn.Sequential(*(BlockWithPatchedChild() for _ in range(4)))
+    if patch:
+        patch_model(blocks)
+    counter = CompileCounter()
+    for block in blocks:
+        block.compile(fullgraph=True, backend=counter)
+    for batch in (1, 2, 3):
         for block in blocks:
             block(torch.randn(batch, 5, 8), torch.randn(batch, 8))
+    return counter.frame_count
 
-    unpatched, patched = (frames_of_compiled_blocks(make_blocks, run, patch) for patch in (False, True))
+
+def test_compiled_blocks_share_one_graph_although_their_children_are_patched():
+    unpatched, patched = (graphs_of_four_blocks(patch) for patch in (False, True))
     assert patched <= unpatched <= 2
 
 
