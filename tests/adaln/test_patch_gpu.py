@@ -83,7 +83,8 @@ def test_the_kernels_run_and_the_report_says_so():
     model, inputs = tiny_model("sd35").cuda().bfloat16(), on_gpu(tiny_inputs("sd35"), torch.bfloat16)
     eager_kernels = kernels_of(model, inputs)
     report = patch_model(model, backend="cuda")
-    assert report.backends == {"layer_norm_modulate": "cuda", "gate_residual": "cuda"}
+    assert set(report.backends) >= {"layer_norm_modulate", "gate_residual", "rms_norm_rope"}
+    assert set(report.backends.values()) == {"cuda"}
     assert patch_model(model).backends["layer_norm_modulate"] == "cuda on cuda"
     kernels = kernels_of(model, inputs)
     assert any("layer_norm" in name for name in eager_kernels - kernels)
