@@ -178,8 +178,8 @@ PARTS = {
     "lora": lambda rounds: [measure_case(case, rounds) for case in wan_cases("LoRA")],
     "families": lambda rounds: [measure_case(case, rounds) for case in family_cases()],
     "whole": measure_whole,
-    "launches": lambda _: measure_launches(),
     "longest": lambda _: measure_longest(),
+    "launches": lambda _: measure_launches(),  # last: what profiles stays attached and slows every launch
 }
 
 
@@ -187,19 +187,10 @@ PARTS = {
 
 
 def tables(result: dict) -> list[list[list[str]]]:
-    """Rows of cells, the first one the head; one table for times, one for each of the other parts."""
+    """Rows of cells, the first one the head: times, memory, launches, longest; what was not measured is left out."""
     parts = result["parts"]
     timed = [row for name in ("blocks", "lora", "families", "whole") for row in parts.get(name, {}).get("rows", [])]
-    ratios = (("patched", "eager"), ("patched", "compile"), ("patched + compile", "compile"))
-    head = ["model", "tokens", "training", *(f"{name} ms" for name in CONTENDERS)]
-    head += [*(f"{one} / {other}" for one, other in ratios), *(f"{name} GiB" for name in CONTENDERS)]
-    lines = [head]
-    for row in timed:
-        cells = [row["model"], f"{row['tokens']:,}", row["training"]]
-        cells += [cell(row, name, "milliseconds", ".1f") for name in CONTENDERS]
-        cells += [ratio(row, *pair) for pair in ratios]
-        lines.append(cells + [cell(row, name, "peak_gib", ".2f") for name in CONTENDERS])
-    found = [lines] if timed else []
+    found = [compared(timed, *about) for about in (("milliseconds", "ms", ".1f"), ("peak_gib", "GiB", ".2f")) if timed]
     for row in parts.get("launches", {}).get("rows", []):
         found.append([["kernels", *LONGEST], [row["model"], *(str(row[name]) for name in LONGEST)]])
     for row in parts.get("longest", {}).get("rows", []):
@@ -208,12 +199,18 @@ def tables(result: dict) -> list[list[list[str]]]:
     return found
 
 
-def cell(row: dict, name: str, key: str, form: str) -> str:
-    return format(row[name][key], form) if name in row else ""
-
-
-def ratio(row: dict, name: str, other: str) -> str:
-    return f"{row[name]['milliseconds'] / row[other]['milliseconds']:.2f}" if {name, other} <= row.keys() else ""
+def compared(rows: list[dict], key: str, unit: str, form: str) -> list[list[str]]:
+    """What each contender needs, and the ratios that the gates are about."""
+    ratios = (("patched", "eager"), ("patched", "compile"), ("patched + compile", "compile"))
+    lines = [[unit, "tokens", "training", *CONTENDERS, *(f"{one} / {other}" for one, other in ratios)]]
+    for row in rows:
+        values = {name: row[name][key] for name in CONTENDERS if name in row}
+        cells = [format(values[name], form) if name in values else "" for name in CONTENDERS]
+        cells += [
+            f"{values[one] / values[other]:.2f}" if {one, other} <= values.keys() else "" for one, other in ratios
+        ]
+        lines.append([row["model"], f"{row['tokens']:,}", row["training"], *cells])
+    return lines
 
 
 def print_tables(result: dict, markdown: bool):
@@ -252,7 +249,7 @@ def measure(parts: list[str], rounds: int, output: Path | None) -> dict:
         before = json.loads(output.read_text())
         if all(before.get(key) == value for key, value in result.items() if key != "parts"):
             result["parts"] = before["parts"]
-    for name in parts:
+    for name in (name for name in PARTS if name in parts):
         command = shlex.join(["python", *sys.argv])
         result["parts"][name] = {"command": command, "rounds": rounds, "rows": PARTS[name](rounds)}
         if output is not None:  # after each part: a later one may fail

@@ -172,7 +172,8 @@ class FusedOps:
         return y.flatten(2)
 
     def _is_stream(self, x: Tensor) -> bool:
-        return _is_tensor(x) and x.ndim == 3 and x.device.type in self.device_types and _narrow_enough(x)
+        kind = "cuda" if x.is_cuda else x.device.type  # device.type alone makes a new string each time
+        return _is_tensor(x) and x.ndim == 3 and kind in self.device_types and _narrow_enough(x)
 
 
 def _no_hooks_on(*modules: nn.Module) -> bool:
@@ -196,7 +197,7 @@ def _is_tensor(x: Tensor) -> bool:
 
 
 def _narrow_enough(x: Tensor) -> bool:
-    return x.device.type != "cuda" or x.shape[-1] <= _WIDEST_ROW_ON_CUDA
+    return not x.is_cuda or x.shape[-1] <= _WIDEST_ROW_ON_CUDA
 
 
 def _same_place(x: Tensor, y: Tensor) -> bool:
@@ -207,9 +208,11 @@ def _fits_rows(m: Tensor | None, x: Tensor) -> bool:
     """None, [B or 1, 1 or S, D], [1 or S, D] or [D], as broadcasting reads it. (Ops also take frames; eager not.)"""
     if m is None:
         return True
-    if not _is_tensor(m) or not 1 <= m.ndim <= 3 or m.device != x.device or m.shape[-1] != x.shape[2]:
+    if not _is_tensor(m) or not 1 <= m.ndim <= 3 or m.device != x.device:
         return False
-    return all(size in (1, full) for size, full in zip(reversed(m.shape), reversed(x.shape)))
+    batch, tokens, width = x.shape
+    rows = m.shape if m.ndim == 3 else (1,) * (3 - m.ndim) + m.shape
+    return rows[2] == width and (rows[1] == 1 or rows[1] == tokens) and (rows[0] == 1 or rows[0] == batch)
 
 
 def _as_rows(m: Tensor | None) -> Tensor | None:
