@@ -38,7 +38,6 @@ from adaptiveload_hf.errors import exit_on_user_error
 # A backward call is repeated on one forward call, which compiled code that reuses its buffers does not allow.
 torch._functorch.config.donated_buffer = False
 REPLAYS = 7
-WORKERS = 8
 DIRECTIONS = ("forward", "backward")
 OURS_AND_EAGER = ("CUDA", "Triton", "eager")
 COLUMNS = ("CUDA", "Triton", "eager", "torch.compile", "liger", "cuDNN")
@@ -205,10 +204,13 @@ def _host_time(call, calls: int = 200) -> float:
 
 def compile_ahead(cases, names):
     """Fill the caches of Triton and Inductor in several processes: one after the other it would take minutes."""
-    tasks = [(case, name) for case in cases for name in ("torch.compile", "Triton", "liger") if name in names]
-    say(f"compiling for {len(tasks)} measurements in {WORKERS} processes")
+    # What takes longest first.
+    tasks = [(case, name) for name in ("torch.compile", "Triton", "liger") if name in names for case in cases]
+    memory_gib = torch.cuda.get_device_properties(0).total_memory >> 30
+    workers = max(1, min(len(os.sched_getaffinity(0)) - 2, memory_gib // 9))  # a case needs up to 8 GiB
+    say(f"compiling for {len(tasks)} measurements in {workers} processes")
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # of the processes started here
-    with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         list(pool.map(_compile_one, *zip(*tasks)))
     del os.environ["TORCHINDUCTOR_COMPILE_THREADS"]
 
