@@ -10,6 +10,8 @@ _PUBLIC = {
     "unpatch_model": "adaln.patch",
     "patched": "adaln.patch",
     "PatchReport": "adaln.patch",
+    "register_adapter": "adaln.adapters",
+    "source_digest": "adaln.adapters",
     "AdaptiveLoadAttnProcessor": "adaln.attention",
     "LatentShape": "buckets.shapes",
     "TokenGeometry": "buckets.shapes",

@@ -21,6 +21,7 @@ LAYERS = [
     {"adaln.triton_kernels"},
     {"adaln.triton_ops"},
     {
+        "adaln.adapters",
         "adaln.reference",
         "adaln.effects",
         "buckets.collate",
@@ -40,7 +41,7 @@ LAYERS = [
         "card",
         "config_file",
     },
-    {"adaln.pairs", "buckets.workload"},
+    {"adaln.families", "adaln.pairs", "buckets.workload"},
     {"adaln.registry", "adaln.rewrite", "buckets.plan", "buckets.schedule", "buckets.tar_index"},
     {"adaln.schemas", "buckets.ranks", "buckets.simulate", "buckets.sources"},
     {"adaln.ops", "buckets.sampler", "config", "distributed", "report"},

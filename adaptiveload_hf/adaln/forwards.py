@@ -11,6 +11,7 @@ from torch import nn
 
 from . import ops as fused_ops
 from . import reference
+from .adapters import Adapter, adapted
 from .patterns import Site
 from .rewrite import PREFIX, Rewriter
 from .runtime import NORM_OPS, FusedOps, Verdict, forward_of
@@ -37,6 +38,7 @@ class RewrittenForward:
         names: the ops to use.
         backend: "auto", "cuda", "triton" or "reference".
         verify: "auto" (compare unless tested), "always" or "never".
+        adapter: what brings the forward into the form that is recognised, or None.
 
     Attributes:
         name: of the class, with its module.
@@ -50,9 +52,15 @@ class RewrittenForward:
     """
 
     def __init__(
-        self, owner: type, norms: tuple[tuple[str, type], ...], names: frozenset[str], backend: str, verify: str
+        self,
+        owner: type,
+        norms: tuple[tuple[str, type], ...],
+        names: frozenset[str],
+        backend: str,
+        verify: str,
+        adapter: Adapter | None = None,
     ):
-        self._made_from = (owner, norms, names, backend, verify)
+        self._made_from = (owner, norms, names, backend, verify, adapter)
         self.name = f"{owner.__module__}.{owner.__qualname__}"
         self.original = vars(owner)["forward"]
         self.function = self.original
@@ -84,10 +92,13 @@ class RewrittenForward:
 
     def _rewrite(self, verify: str) -> None:
         # First what the file shows, proven or not: a class without sites needs no proof and no place in the report.
+        adapter = self._made_from[-1]
         self.sites = self._rewriter(shown_source(self.original)).sites
-        if not self.sites:
+        if not self.sites and adapter is None:
             return
         source = running_source(self.original)
+        if adapter is not None:
+            source = adapted(source, adapter)
         rewriter = self._rewriter(source)
         self.sites = rewriter.sites
         is_rewritten = rewriter.run()
@@ -101,14 +112,16 @@ class RewrittenForward:
                 self.verdict = Verdict.TESTED if tested else Verdict.UNCHECKED
 
     def _rewriter(self, source: FunctionSource) -> Rewriter:
-        _, norms, names, _, _ = self._made_from
+        _, norms, names, *_ = self._made_from
         function_globals = inspect.unwrap(self.original).__globals__
         return Rewriter(source.tree, function_globals, {path: NORM_OPS.get(kind) for path, kind in norms}, names)
 
     def _compiled(self, source: FunctionSource) -> tuple[types.FunctionType, str]:
         """Compile a rewritten tree among the globals, and with the defaults, of the original."""
-        original, (_, _, names, backend, _) = self.original, self._made_from
-        factory = ast.parse(f"def make({PREFIX}):\n    return None").body[0]
+        original, (_, _, names, backend, _, adapter) = self.original, self._made_from
+        functions = adapter.functions if adapter is not None else ()
+        parameters = ", ".join([PREFIX, *(function.__name__ for function in functions)])
+        factory = ast.parse(f"def make({parameters}):\n    return None").body[0]
         held, made = source.tree, source.tree.name
         if source.class_name is not None:
             # In a class of its name, so that private names are mangled as there; and that in a class whose names a
@@ -122,17 +135,22 @@ class RewrittenForward:
         code = compile(text, file_name, "exec", flags=future_flags(original), dont_inherit=True)
         namespace: dict = {}
         exec(code, original.__globals__, namespace)
-        function = namespace["make"](FusedOps(*BACKENDS[backend], names))
+        function = namespace["make"](FusedOps(*BACKENDS[backend], names), *functions)
         function.__defaults__, function.__kwdefaults__ = original.__defaults__, original.__kwdefaults__
         function.__qualname__, function.__annotations__ = original.__qualname__, original.__annotations__
         return function, text
 
 
 def rewritten_forward(
-    owner: type, norms: tuple[tuple[str, type], ...], names: frozenset[str], backend: str, verify: str
+    owner: type,
+    norms: tuple[tuple[str, type], ...],
+    names: frozenset[str],
+    backend: str,
+    verify: str,
+    adapter: Adapter | None = None,
 ) -> RewrittenForward:
     """The `RewrittenForward` of these arguments, made once for each forward that the class has had."""
-    return _made_once(vars(owner)["forward"], owner, norms, names, backend, verify)
+    return _made_once(vars(owner)["forward"], owner, norms, names, backend, verify, adapter)
 
 
 @functools.cache

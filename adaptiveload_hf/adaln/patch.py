@@ -10,7 +10,8 @@ from diffusers import ModelMixin
 from torch import nn
 
 from ..errors import UserError
-from . import attention
+from . import attention, families  # noqa: F401  families registers the adapters
+from .adapters import adapter_of
 from .forwards import RewrittenForward, norms_of, rewritten_behind, rewritten_forward
 from .ops import OPS, extension_missing_reason, kernel_backend
 from .patch_report import PatchReport
@@ -63,8 +64,9 @@ def patch_model(
     for module in (module for model in models for module in model.modules()):
         owner = _owner(module)
         if owner is not None:
-            rewritten = rewritten_forward(owner, norms_of(module, owner), names, backend, verify)
-            report.add(rewritten, _install(module, owner, rewritten))
+            adapter, version = adapter_of(module, owner)
+            rewritten = rewritten_forward(owner, norms_of(module, owner), names, backend, verify, adapter)
+            report.add(rewritten, _install(module, owner, rewritten), note=version)
         if "rms_norm_rope" in names and attention.can_hold(module):
             report.add_attention(owner, attention.install(module, backend))
     if not report.instances_patched:

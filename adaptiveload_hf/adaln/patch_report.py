@@ -20,6 +20,7 @@ class _Row:
     forwards: Counter = field(default_factory=Counter)
     patched: Counter = field(default_factory=Counter)
     refusals: Counter = field(default_factory=Counter)
+    notes: Counter = field(default_factory=Counter)
     attention_found: int = 0
     attention_fused: int = 0
 
@@ -41,7 +42,7 @@ class _Row:
 
     @property
     def reasons(self) -> list[str]:
-        reasons = dict.fromkeys(self.refusals)
+        reasons = dict.fromkeys([*self.notes, *self.refusals])
         for forward in self.patched:
             reasons.update((f"{site.text}: {site.reason}", None) for site in forward.sites if site.reason)
         return list(reasons)
@@ -61,12 +62,14 @@ class PatchReport:
         self.instances_patched = 0
         self._rows: dict[str, _Row] = {}
 
-    def add(self, forward: RewrittenForward, refusal: str | None) -> None:
-        """Count one instance; `refusal` says why it was not patched."""
+    def add(self, forward: RewrittenForward, refusal: str | None, note: str | None = None) -> None:
+        """Count one instance; `refusal` says why it was not patched, `note` what keeps more from being fused."""
         if not forward.sites and forward.reason is None:
             return
         row = self._rows.setdefault(forward.name, _Row())
         row.forwards[forward] += 1
+        if note is not None:
+            row.notes[note] += 1
         if forward.text and refusal is None:
             row.patched[forward] += 1
             self.instances_patched += 1

@@ -191,6 +191,15 @@ def without_float(node: ast.expr) -> ast.expr:
     return node.func.value if _method_call(node, 0) == "float" else node
 
 
+def rows_and_table(operand: ast.expr, drop_float: bool) -> tuple[ast.expr, ast.expr | None]:
+    """(m, t) for `m + t` where t is a table by its name (`m.float() + t` too if that cast is lost later)."""
+    is_sum = isinstance(operand, ast.BinOp) and isinstance(operand.op, ast.Add)
+    names = [getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(operand.right)] if is_sum else []
+    if any("table" in name for name in names):
+        return without_float(operand.left) if drop_float else operand.left, operand.right
+    return operand, None
+
+
 def shortened(node: ast.AST) -> str:
     """The source of a node in at most 60 characters."""
     text = ast.unparse(node)

@@ -2,8 +2,8 @@
 
 Each site asks at each call whether the fused op applies, and else runs the original expression:
 
-    (_adaln.modulate(self.norm, x, scale, shift) if _adaln.can_modulate(self.norm, x, scale, shift)
-     else self.norm(x) * (1 + scale) + shift)
+    (_adaln.modulate(self.norm, x, scale=scale, shift=shift)
+     if _adaln.can_modulate(self.norm, x, scale=scale, shift=shift) else self.norm(x) * (1 + scale) + shift)
 
 A residual whose norm comes next gives both at once, and the norm's place takes what was given:
 
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 
 from .effects import Effects
 from .pairs import FusedNorm, Pair, check_movable_up, find_pairs
-from .patterns import Finder, Match, Site, cast, shortened, without_float
+from .patterns import Finder, Match, Site, cast, rows_and_table, shortened, without_float
 from .source import LeftEager
 
 PREFIX = "_adaln"
@@ -147,12 +147,23 @@ class Rewriter:
             if self._norms[self._effects.path(norm)] == "layer_norm_modulate":
                 raise LeftEager("its op adds the 1 to the scale itself")
             options["scale_offset"] = ast.Constant(0.0)
-        bound_scale, use_scale = self._bind("s", match.second)
-        bound_shift, use_shift = self._bind("t", match.shift or ast.Constant(None))
-        test = _call("can_modulate", norm, x[0], bound_scale, bound_shift)
-        fused = _call("modulate", norm, x[1], use_scale, use_shift, **options)
+        operands, used = self._bind_modulation(norm, match)
+        test = _call("can_modulate", norm, x[0], **operands)
+        fused = _call("modulate", norm, x[1], **used, **options)
         test = ast.BoolOp(ast.And(), [is_plain, test]) if is_plain else test
         self._new_expressions[id(match.replaced)] = ast.IfExp(test, fused, literal)
+
+    def _bind_modulation(self, norm: ast.expr, match: Match) -> tuple[dict[str, ast.expr], dict[str, ast.expr]]:
+        """For scale, shift and the tables added to them: what evaluates each, and what then stands for it."""
+        operands, used = {}, {}
+        for name, node in (("scale", match.second), ("shift", match.shift or ast.Constant(None))):
+            rows, table = node, None
+            if self._norms[self._effects.path(norm)] != "rms_norm_modulate":  # whose op takes no tables
+                rows, table = rows_and_table(node, match.cast_back)
+            operands[name], used[name] = self._bind(name[:2], rows)
+            if table is not None:
+                operands[f"{name}_table"], used[f"{name}_table"] = self._bind(f"{name[:2]}t", table)
+        return operands, used
 
     def _fuse_gate(self, match: Match) -> list[Match]:
         gate, y = self._finder.gate_and_branch(match.second)
@@ -170,7 +181,9 @@ class Rewriter:
             raise LeftEager("x is cast before its branch is computed")
         if raw_y is not y:
             self._check_kept(match.statement, raw_y)
-        parts = sorted([("x", x), ("y", raw_y), ("gate", gate)], key=lambda item: _position(item[1]))
+        rows, table = rows_and_table(gate, match.cast_back)
+        parts = [("x", x), ("y", raw_y), ("gate", rows), *([("gate_table", table)] if table is not None else [])]
+        parts.sort(key=lambda item: _position(item[1]))
         bindings = {name: self._bind(name[0], part) for name, part in parts}
         return bindings, {id(part): bindings[name][1] for name, part in parts}
 
@@ -178,7 +191,7 @@ class Rewriter:
         """`bindings`: for x, y and gate what evaluates it and what then stands for it."""
         used = {name: use for name, (_, use) in bindings.items()}
         test = _call("can_gate", **{name: bound for name, (bound, _) in bindings.items()})
-        fused = _call("gate_residual", used["x"], used["y"], used["gate"], **_flag(cast_back=match.cast_back))
+        fused = _call("gate_residual", **used, **_flag(cast_back=match.cast_back))
         self._new_expressions[id(match.replaced)] = ast.IfExp(test, fused, _copied(match.replaced, substitutes))
         self._bindings[id(match)] = bindings
         self._drop_after(match.statement, used["y"])
@@ -253,9 +266,9 @@ class Rewriter:
         normed = self._given.get(id(norm)) or self._take_given(pair.norm)
         operands = {name: bound for name, (bound, _) in bindings.items()}
         used = {name: use for name, (_, use) in bindings.items()}
-        for name, node in (("scale", norm.second), ("shift", norm.shift or ast.Constant(None))):
-            operands[name], used[name] = self._bind(name[:2], _copied(node))
-        operands["norm"] = used["norm"] = pair.norm.call.func
+        alone_operands = dict(used)
+        for given, modulation in zip((operands, used), self._bind_modulation(pair.norm.call.func, norm)):
+            given |= {"norm": pair.norm.call.func, **modulation}
         cast_back = _flag(cast_back=residual.cast_back)
         test = _call("can_pair", **operands, **cast_back)
         tests = [test] + ([_call("is_plain", *others)] if others else [])
@@ -264,7 +277,7 @@ class Rewriter:
         test = ast.BoolOp(ast.And(), tests) if tests[1:] else test
         both = _call("pair", **used, **cast_back, **_flag(norm_casts_back=norm.cast_back))
         if isinstance(alone, ast.IfExp):
-            alone.test = _call("can_gate", x=used["x"], y=used["y"], gate=used["gate"])
+            alone.test = _call("can_gate", **alone_operands)
         self._new_expressions[id(residual.replaced)] = ast.IfExp(test, both, _tuple(alone, ast.Constant(None)))
         targets = _tuple(*statement.targets, normed, context=ast.Store())
         self._new_statements[id(statement)] = [ast.Assign([targets], residual.replaced)]

@@ -49,8 +49,13 @@ class FusedOps:
         """Whether norms are known ones whose calls do nothing but their arithmetic."""
         return _no_hooks_on(*norms) and all(NORM_OPS.get(type(norm)) in self.names for norm in norms)
 
-    def can_modulate(self, norm: nn.Module, x: Tensor, scale: Tensor | None, shift: Tensor | None) -> bool:
-        """Whether `modulate` stands for `norm(x) * (1 + scale) + shift`: equal but for rounding, nothing skipped."""
+    def can_modulate(
+        self, norm: nn.Module, x: Tensor, scale: Tensor | None, shift: Tensor | None, **tables: Tensor
+    ) -> bool:
+        """Whether `modulate` stands for `norm(x) * (1 + scale) + shift`: equal but for rounding, nothing skipped.
+
+        `tables`: `scale_table` and `shift_table`, which the source adds to scale and shift.
+        """
         return (
             self.is_plain(norm)
             and self._is_stream(x)
@@ -58,6 +63,7 @@ class FusedOps:
             and _affine_fits(norm, x, x.dtype)
             and _fits_rows(scale, x)
             and _fits_rows(shift, x)
+            and _fit_tables(tables, x)
         )
 
     def modulate(
@@ -70,6 +76,7 @@ class FusedOps:
         cast_back: bool = False,
         dtype: torch.dtype | None = None,
         scale_offset: float = 1.0,
+        **tables: Tensor,
     ) -> Tensor:
         """norm(x) * (scale_offset + scale) + shift, of x's dtype with `cast_back`, else of the dtype that eager gives.
 
@@ -78,23 +85,24 @@ class FusedOps:
         if cast_back:
             out_dtype = x.dtype
         elif dtype is not None:
-            out_dtype = _promoted(dtype, scale, shift)
+            out_dtype = _promoted(dtype, scale, shift, *tables.values())
         else:
-            out_dtype = _modulated_dtype(norm, x, x.dtype, scale, shift)
+            out_dtype = _modulated_dtype(norm, x, x.dtype, scale, shift, *tables.values())
         scale, shift = _as_rows(scale), _as_rows(shift)
         options = {"eps": norm.eps, "weight": norm.weight, "out_dtype": out_dtype, **self.options}
         if NORM_OPS[type(norm)] == "layer_norm_modulate":
-            return self.ops.layer_norm_modulate(x, scale, shift, bias=norm.bias, **options)
+            return self.ops.layer_norm_modulate(x, scale, shift, bias=norm.bias, **options, **tables)
         return self.ops.rms_norm_modulate(x, scale, shift, scale_offset=scale_offset, **options)
 
-    def can_gate(self, x: Tensor, y: Tensor, gate: Tensor) -> bool:
-        """Whether `gate_residual` stands for `x + gate * y`."""
-        return self._is_stream(x) and self._is_stream(y) and _same_place(x, y) and _fits_rows(gate, x)
+    def can_gate(self, x: Tensor, y: Tensor, gate: Tensor, **tables: Tensor) -> bool:
+        """Whether `gate_residual` stands for `x + gate * y`; `tables`: `gate_table`, which the source adds to gate."""
+        streams = self._is_stream(x) and self._is_stream(y) and _same_place(x, y)
+        return streams and _fits_rows(gate, x) and _fit_tables(tables, x)
 
-    def gate_residual(self, x: Tensor, y: Tensor, gate: Tensor, cast_back: bool = False) -> Tensor:
+    def gate_residual(self, x: Tensor, y: Tensor, gate: Tensor, cast_back: bool = False, **tables: Tensor) -> Tensor:
         """x + gate * y, of x's dtype with `cast_back`, else of the dtype that eager gives."""
-        out_dtype = x.dtype if cast_back else _promoted(x.dtype, y, gate)
-        return self.ops.gate_residual(x, y, _as_rows(gate), out_dtype=out_dtype, **self.options)
+        out_dtype = x.dtype if cast_back else _promoted(x.dtype, y, gate, *tables.values())
+        return self.ops.gate_residual(x, y, _as_rows(gate), out_dtype=out_dtype, **self.options, **tables)
 
     def can_pair(
         self,
@@ -105,6 +113,7 @@ class FusedOps:
         shift: Tensor | None,
         norm: nn.Module,
         cast_back: bool = False,
+        **tables: Tensor,
     ) -> bool:
         """Whether `pair` stands for a residual as in `can_gate` (or `x + y`) and a modulation of it."""
         return (
@@ -112,9 +121,10 @@ class FusedOps:
             and NORM_OPS[type(norm)] == "layer_norm_modulate"
             and self.can_gate(x, y, gate)
             and _normalizes_rows_of(norm, x)
-            and _affine_fits(norm, x, x.dtype if cast_back else _promoted(x.dtype, y, gate))
+            and _affine_fits(norm, x, x.dtype if cast_back else _promoted(x.dtype, y, gate, tables.get("gate_table")))
             and _fits_rows(scale, x)
             and _fits_rows(shift, x)
+            and _fit_tables(tables, x)
         )
 
     def pair(
@@ -127,10 +137,12 @@ class FusedOps:
         norm: nn.Module,
         cast_back: bool = False,
         norm_casts_back: bool = False,
+        **tables: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """(residual, norm(residual) * (1 + scale) + shift), of dtypes as in `gate_residual` and `modulate`."""
-        residual_dtype = x.dtype if cast_back else _promoted(x.dtype, y, gate)
-        out_dtype = residual_dtype if norm_casts_back else _modulated_dtype(norm, x, residual_dtype, scale, shift)
+        residual_dtype = x.dtype if cast_back else _promoted(x.dtype, y, gate, tables.get("gate_table"))
+        modulation = (scale, shift, tables.get("scale_table"), tables.get("shift_table"))
+        out_dtype = residual_dtype if norm_casts_back else _modulated_dtype(norm, x, residual_dtype, *modulation)
         return self.ops.gate_residual_layer_norm_modulate(
             x,
             y,
@@ -143,6 +155,7 @@ class FusedOps:
             residual_dtype=residual_dtype,
             out_dtype=out_dtype,
             **self.options,
+            **tables,
         )
 
     def can_turn(self, norms: tuple[nn.Module, ...], x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> bool:
@@ -215,6 +228,13 @@ def _fits_rows(m: Tensor | None, x: Tensor) -> bool:
     return rows[2] == width and (rows[1] == 1 or rows[1] == tokens) and (rows[0] == 1 or rows[0] == batch)
 
 
+def _fit_tables(tables: dict[str, Tensor], x: Tensor) -> bool:
+    """All [D]."""
+    return all(
+        _is_tensor(table) and table.device == x.device and table.shape == x.shape[2:] for table in tables.values()
+    )
+
+
 def _as_rows(m: Tensor | None) -> Tensor | None:
     """As the ops take it: [B or 1, T, D]."""
     return m if m is None or m.ndim == 3 else m[(None,) * (3 - m.ndim)]
@@ -262,11 +282,11 @@ def _promoted(dtype: torch.dtype, *tensors: Tensor | None) -> torch.dtype:
     return dtype
 
 
-def _modulated_dtype(norm, x: Tensor, dtype: torch.dtype, scale: Tensor | None, shift: Tensor | None) -> torch.dtype:
+def _modulated_dtype(norm, x: Tensor, dtype: torch.dtype, *modulation: Tensor | None) -> torch.dtype:
     """Of the modulated norm of an input of `dtype`, on x's device."""
     if _lowers_to_autocast(norm, x):
         return torch.get_autocast_dtype("cuda")
-    return _promoted(_norm_dtype(norm, dtype), scale, shift)
+    return _promoted(_norm_dtype(norm, dtype), *modulation)
 
 
 def _norm_dtype(norm: nn.Module, dtype: torch.dtype) -> torch.dtype:

@@ -58,6 +58,7 @@ TESTED_SOURCES = {
     "transformers.transformer_hunyuan_video.HunyuanVideoSingleTransformerBlock": "3e921434984e3891",
     "transformers.transformer_hunyuan_video.HunyuanVideoTokenReplaceAdaLayerNormZero": "bdadf9b6d8d95418",
     "transformers.transformer_hunyuan_video.HunyuanVideoTokenReplaceAdaLayerNormZeroSingle": "c9f5d4ecca5eb5d0",
+    "transformers.transformer_hunyuan_video.HunyuanVideoTokenReplaceSingleTransformerBlock": "782cdfa08ddd58c0",
     "transformers.transformer_hunyuan_video.HunyuanVideoTokenReplaceTransformerBlock": "75d254850fa04d6a",
     "transformers.transformer_hunyuan_video.HunyuanVideoTransformerBlock": "dc6d07e7f1c452e3",
     "transformers.transformer_hunyuan_video15.HunyuanVideo15IndividualTokenRefinerBlock": "3cb78827898fb2e1",

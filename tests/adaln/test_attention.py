@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from diffusers.models.transformers import (
     transformer_chronoedit,
     transformer_skyreels_v2,
@@ -228,7 +229,9 @@ def test_the_op_alone_can_be_asked_for_or_left_out():
     assert not any(isinstance(p, AdaptiveLoadAttnProcessor) for p in model.attn_processors.values())
 
 
-def test_attention_backend_and_parallel_configuration_are_the_stock_processors():
+def test_attention_backend_and_parallel_configuration_are_the_stock_processors(monkeypatch):
+    # diffusers makes it the default of every later model too
+    monkeypatch.setattr(_AttentionBackendRegistry, "_active_backend", _AttentionBackendRegistry._active_backend)
     model, config = tiny_model("wan"), object()
     stock = model.blocks[0].attn1.processor
     model.set_attention_backend("native")

@@ -84,8 +84,8 @@ def test_the_generated_code_is_shown_by_class_name():
     report = patch_model(tiny_model("wan"))
     source = report.source("WanTransformerBlock")
     assert source == report.source("diffusers.models.transformers.transformer_wan.WanTransformerBlock")
-    assert "_adaln.modulate(self.norm1, hidden_states, scale_msa, shift_msa, cast_back=True)" in source
-    assert "else (self.norm1(hidden_states.float()) * (1 + scale_msa) + shift_msa).type_as(hidden_states)" in source
+    assert "_adaln.modulate(self.norm1, hidden_states, scale=scale_msa, scale_table=scale_table, " in source
+    assert "else (self.norm1(hidden_states.float()) * (1 + (scale_msa.float() + scale_table)) + " in source
     with pytest.raises(UserError, match=r"no class Attention was patched\. These were: WanTransformerBlock"):
         report.source("Attention")
 

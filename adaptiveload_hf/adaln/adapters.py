@@ -1,0 +1,130 @@
+"""How is a forward brought into the form that the rewriter knows, where its authors wrote another?
+
+An adapter is a list of edits: statements of the forward, and statements that compute the same in the form
+`norm(x) * (1 + scale) + shift` or `x + gate * y`. It names the sources that it was written for by their digests. After
+a change of any of them the class is rewritten as it then stands, without the edits.
+"""
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import nn
+
+from ..errors import UserError
+from .source import FunctionSource, LeftEager, running_source
+
+_ADAPTERS: dict[str, list["Adapter"]] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """What `register_adapter` was given, hashable and picklable."""
+
+    class_name: str
+    sources: tuple[tuple[str, str], ...]
+    edits: tuple[tuple[str, str], ...]
+    functions: tuple[Callable, ...]
+
+
+def register_adapter(
+    class_name: str,
+    *,
+    sources: Mapping[str, str],
+    edits: Sequence[tuple[str, str]],
+    functions: Sequence[Callable] = (),
+) -> None:
+    """Say how a block's forward is written in the form that `patch_model` recognises.
+
+    Args:
+        class_name: of the block, with its module.
+        sources: `source_digest` of "forward" and of each method or global function whose calls the edits take out, by
+            name. Only a class with exactly these sources is edited. Register again for another version.
+        edits: (statements of the forward, statements that stand for them and give the same values).
+        functions: what the new statements call, by their own names. Module-level functions, so that a patched model
+            pickles.
+
+    Raises:
+        UserError: `sources` has no forward, or an edit is no Python.
+    """
+    if "forward" not in sources:
+        raise UserError(f"sources must hold the digest of forward, but it holds {', '.join(sources) or 'nothing'}.")
+    for text in (text for edit in edits for text in edit):
+        try:
+            _statements(text)
+        except SyntaxError as error:
+            raise UserError(
+                f"an edit for {class_name} must be Python statements, but {text!r} is not: {error}."
+            ) from error
+    adapter = Adapter(class_name, tuple(sources.items()), tuple(map(tuple, edits)), tuple(functions))
+    _ADAPTERS.setdefault(class_name, []).append(adapter)
+
+
+def source_digest(function: Callable) -> str:
+    """What `register_adapter` knows a function's source by.
+
+    Raises:
+        UserError: the source is not the code that runs, or not available.
+    """
+    try:
+        return running_source(function).digest
+    except LeftEager as error:
+        raise UserError(f"expected a plain function with its source: {error}.") from error
+
+
+def adapter_of(module: nn.Module, owner: type) -> tuple[Adapter | None, str | None]:
+    """The adapter for a module that runs the forward of `owner`, or why none of those registered is."""
+    registered = _ADAPTERS.get(f"{owner.__module__}.{owner.__qualname__}", ())
+    for adapter in registered:
+        if all(_digest(module, owner, name) == digest for name, digest in adapter.sources):
+            return adapter, None
+    return None, "its adapter is for another version of its source" if registered else None
+
+
+def adapted(source: FunctionSource, adapter: Adapter) -> FunctionSource:
+    """A source with the edits of an adapter.
+
+    Raises:
+        UserError: the statements of an edit do not stand in it exactly once.
+    """
+    for old, new in adapter.edits:
+        places = list(_places(source.tree, _statements(old)))
+        if len(places) != 1:
+            raise UserError(
+                f"the statements of an edit must stand once in the forward of {adapter.class_name}, but these stand "
+                f"{len(places)} times: {old!r}."
+            )
+        block, begin, end = places[0]
+        block[begin:end] = _statements(new)
+    # Positions in the edited text order its expressions.
+    tree = ast.parse(ast.unparse(ast.fix_missing_locations(source.tree))).body[0]
+    return dataclasses.replace(source, tree=tree)
+
+
+def _statements(text: str) -> list[ast.stmt]:
+    return ast.parse(textwrap.dedent(text)).body
+
+
+def _places(tree: ast.AST, wanted: list[ast.stmt]):
+    """(list of statements, begin, end) of each place where the wanted ones stand."""
+    texts = list(map(ast.unparse, wanted))
+    for node in ast.walk(tree):
+        for block in (b for b in vars(node).values() if isinstance(b, list) and b and isinstance(b[0], ast.stmt)):
+            for begin in range(len(block) - len(texts) + 1):
+                if list(map(ast.unparse, block[begin : begin + len(texts)])) == texts:
+                    yield block, begin, begin + len(texts)
+
+
+def _digest(module: nn.Module, owner: type, name: str) -> str | None:
+    """Of a method that a module has from `owner`, or of a global function of its forward; None if it is another's."""
+    function = getattr(owner, name, None)
+    if function is None:
+        function = getattr(inspect.unwrap(vars(owner)["forward"]), "__globals__", {}).get(name)
+    elif name != "forward" and (getattr(type(module), name) is not function or name in vars(module)):
+        return None
+    try:
+        return running_source(function).digest
+    except LeftEager:
+        return None

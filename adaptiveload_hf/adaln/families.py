@@ -1,0 +1,135 @@
+"""Which blocks of diffusers need an adapter?"""
+
+import torch
+from torch import Tensor
+
+from .adapters import register_adapter
+
+_TRANSFORMERS = "diffusers.models.transformers"
+
+# ------------------------------------------------------------------------------------------------------------- Wan
+# Wan 2.2 TI2V has modulation for each token: temb is [B, S, 6, D]. The block adds its table to it in float32, 24 bytes
+# for each element of the stream, and keeps them for backward. The ops add the table themselves. SkyReels V2 in its
+# diffusion forcing, Helios and AnyFlow do the same.
+
+_NAMES = ("shift_msa", "scale_msa", "gate_msa", "c_shift_msa", "c_scale_msa", "c_gate_msa")
+_ROWS = ", ".join(_NAMES)
+_TABLES = ", ".join(name.replace("msa", "table") for name in _NAMES)
+
+
+def _sites() -> list[tuple[str, str]]:
+    """Edits of modulations and gates."""
+    edits, stream = [], "hidden_states"
+    for norm, prefix, branch in (("norm1", "", "attn_output"), ("norm3", "c_", "ff_output.float()")):
+        shift, scale, gate = (f"{prefix}{name}_msa" for name in ("shift", "scale", "gate"))
+        modulated = "norm_hidden_states = (self.{}({}.float()) * (1 + {}) + {}).type_as({})"
+        gated = "{0} = ({0}.float() + {1} * {2}).type_as({0})"
+        sums = [f"({rows}.float() + {rows.replace('msa', 'table')})" for rows in (scale, shift, gate)]
+        edits += [
+            (modulated.format(norm, stream, scale, shift, stream), modulated.format(norm, stream, *sums[:2], stream)),
+            (gated.format(stream, branch, gate), gated.format(stream, branch, sums[2])),
+        ]
+    return edits
+
+
+_TABLE_ROWS = f"{_TABLES} = self.scale_shift_table[0].float().unbind(0)"
+_SQUEEZED = [f"{name} = {name}.squeeze(2)" for name in _NAMES]
+_PER_TOKEN = f"{_ROWS} = (self.scale_shift_table.unsqueeze(0) + temb.float()).chunk(6, dim=2)"
+_WAN = (
+    "\n    ".join(["if temb.ndim == 4:", _PER_TOKEN, *_SQUEEZED])
+    + f"\nelse:\n    {_ROWS} = (self.scale_shift_table + temb.float()).chunk(6, dim=1)",
+    f"{_TABLE_ROWS}\n{_ROWS} = temb.unbind(2) if temb.ndim == 4 else temb.chunk(6, dim=1)",
+)
+_SKYREELS = (
+    f"""
+if temb.dim() == 3:
+    {_ROWS} = (self.scale_shift_table + temb.float()).chunk(6, dim=1)
+elif temb.dim() == 4:
+    e = (self.scale_shift_table.unsqueeze(2) + temb.float()).chunk(6, dim=1)
+    {_ROWS} = [ei.squeeze(1) for ei in e]
+""",
+    f"{_TABLE_ROWS}\n{_ROWS} = temb.unbind(1) if temb.dim() == 4 else temb.chunk(6, dim=1)",
+)
+_ANYFLOW = (
+    f"{_ROWS} = (self.scale_shift_table + temb.float()).chunk(6, dim=2)\n"
+    f"{_ROWS} = ({', '.join(f'{name}.squeeze(2)' for name in _NAMES)})",
+    f"{_TABLE_ROWS}\n{_ROWS} = temb.unbind(2)",
+)
+for _class_name, _digest, _rows in (
+    ("transformer_wan.WanTransformerBlock", "21c15441b009932c", _WAN),
+    ("transformer_wan_animate.WanTransformerBlock", "21c15441b009932c", _WAN),
+    ("transformer_chronoedit.WanTransformerBlock", "21c15441b009932c", _WAN),
+    ("transformer_helios.HeliosTransformerBlock", "ce1e637747236395", _WAN),
+    ("transformer_skyreels_v2.SkyReelsV2TransformerBlock", "3f34de9e2b0be16c", _SKYREELS),
+    ("transformer_anyflow.AnyFlowTransformerBlock", "b77809e46e9ece63", _ANYFLOW),
+    ("transformer_anyflow_far.AnyFlowTransformerBlock", "b77809e46e9ece63", _ANYFLOW),
+):
+    register_adapter(f"{_TRANSFORMERS}.{_class_name}", sources={"forward": _digest}, edits=[_rows, *_sites()])
+
+# ------------------------------------------------------------------------------------------------------ Qwen-Image
+# The helper method takes a norm's result.
+
+
+def modulation_rows(modulation: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """(shift, scale, gate), each [B, 1 or S, D], of modulation [B, 3 D].
+
+    With an index [B, S], modulation is [2 B, 3 D]: tokens whose index is 0 take its first half, others its second.
+    """
+    parts = modulation.chunk(3, dim=-1)
+    if index is None:
+        return tuple(part.unsqueeze(1) for part in parts)
+    halves = (part.unsqueeze(1).chunk(2, dim=0) for part in parts)
+    return tuple(torch.where(index.unsqueeze(-1) == 0, first, second) for first, second in halves)
+
+
+_QWEN_STREAMS = (("img", "hidden_states", ", modulate_index"), ("txt", "encoder_hidden_states", ""))
+
+
+def _qwen_rows(stream: str, index: str) -> str:
+    names = (", ".join(f"{stream}_{name}{site}" for name in ("shift", "scale", "gate")) for site in (1, 2))
+    return "\n".join(f"{n} = modulation_rows({stream}_mod{site}{index})" for site, n in enumerate(names, start=1))
+
+
+def _qwen_site(stream: str, states: str, index: str, number: str) -> tuple[str, str]:
+    site = number or "1"
+    normed, modulated = f"{stream}_normed{number}", f"{stream}_modulated{number}"
+    norm, gate = f"self.{stream}_norm{site}({states})", f"{stream}_gate{site}"
+    return (
+        f"{normed} = {norm}\n{modulated}, {gate} = self._modulate({normed}, {stream}_mod{site}{index})",
+        f"{modulated} = {norm} * (1 + {stream}_scale{site}) + {stream}_shift{site}",
+    )
+
+
+_SPLIT = "txt_mod1, txt_mod2 = txt_mod_params.chunk(2, dim=-1)"
+register_adapter(
+    f"{_TRANSFORMERS}.transformer_qwenimage.QwenImageTransformerBlock",
+    sources={"forward": "89de238db44a7a47", "_modulate": "9ee78b512057d504"},
+    edits=[
+        (_SPLIT, "\n".join([_SPLIT, *(_qwen_rows(stream, index) for stream, _, index in _QWEN_STREAMS)])),
+        *(_qwen_site(*stream, number) for number in ("", "2") for stream in _QWEN_STREAMS),
+    ],
+    functions=[modulation_rows],
+)
+
+# --------------------------------------------------------------------------------------- HunyuanVideo token replace
+# The gated rows are joined before the residual is added.
+
+register_adapter(
+    f"{_TRANSFORMERS}.transformer_hunyuan_video.HunyuanVideoTokenReplaceSingleTransformerBlock",
+    sources={"forward": "782cdfa08ddd58c0"},
+    edits=[
+        (
+            """
+            hidden_states_zero = proj_output[:, :num_tokens] * tr_gate.unsqueeze(1)
+            hidden_states_orig = proj_output[:, num_tokens:] * gate.unsqueeze(1)
+            hidden_states = torch.cat([hidden_states_zero, hidden_states_orig], dim=1)
+            hidden_states = hidden_states + residual
+            """,
+            """
+            hidden_states_zero = residual[:, :num_tokens] + proj_output[:, :num_tokens] * tr_gate.unsqueeze(1)
+            hidden_states_orig = residual[:, num_tokens:] + proj_output[:, num_tokens:] * gate.unsqueeze(1)
+            hidden_states = torch.cat([hidden_states_zero, hidden_states_orig], dim=1)
+            """,
+        )
+    ],
+)
