@@ -102,6 +102,14 @@ __device__ __forceinline__ Pack<T> load_pack(const T* address) {
   return pack;
 }
 
+template <typename T>
+__device__ __forceinline__ void store_pack(T* address, const float (&values)[kPack]) {
+  Pack<T> pack;
+  pack.write(values);
+#pragma unroll
+  for (int i = 0; i < Pack<T>::kPieces; ++i) reinterpret_cast<uint4*>(address)[i] = pack.piece[i];
+}
+
 // For memory that is read or written once: it should not push anything out of the caches.
 template <typename T>
 __device__ __forceinline__ Pack<T> load_pack_once(const T* address) {
