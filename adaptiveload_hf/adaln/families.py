@@ -32,7 +32,7 @@ def _sites() -> list[tuple[str, str]]:
     return edits
 
 
-_TABLE_ROWS = f"{_TABLES} = self.scale_shift_table[0].float().unbind(0)"
+_TABLE_ROWS = f"{_TABLES} = self.scale_shift_table.squeeze(0).unbind(0)"
 _SQUEEZED = [f"{name} = {name}.squeeze(2)" for name in _NAMES]
 _PER_TOKEN = f"{_ROWS} = (self.scale_shift_table.unsqueeze(0) + temb.float()).chunk(6, dim=2)"
 _WAN = (

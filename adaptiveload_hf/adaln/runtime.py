@@ -230,7 +230,7 @@ def _fits_rows(m: Tensor | None, x: Tensor) -> bool:
 
 def _fit_tables(tables: dict[str, Tensor], x: Tensor) -> bool:
     """All [D]."""
-    return all(
+    return not tables or all(
         _is_tensor(table) and table.device == x.device and table.shape == x.shape[2:] for table in tables.values()
     )
 

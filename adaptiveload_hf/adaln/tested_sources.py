@@ -5,6 +5,8 @@
 TESTED_SOURCES = {
     "attention.BasicTransformerBlock": "440071576ac5ee6f",
     "attention.JointTransformerBlock": "9dd8f9decdd27284",
+    "controlnets.controlnet_z_image.ZImageControlTransformerBlock": "c02e71b6810a03d1",
+    "controlnets.controlnet_z_image.ZImageTransformerBlock": "0010ab78ad4019c9",
     "normalization.AdaLayerNorm": "89c29c0e0e59a056",
     "normalization.AdaLayerNormContinuous": "da3e50ebcd024fc2",
     "normalization.AdaLayerNormZero": "93374820c014f812",

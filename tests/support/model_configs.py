@@ -1,8 +1,7 @@
 """A tiny configuration of each transformer that people train most, with inputs that it takes.
 
-`CASES[name]` is (class name, configuration, inputs); the others are in `image_model_configs` and
-`video_model_configs`. Two samples and
-different timesteps where the class allows it, no weight at zero, few tokens.
+`CASES[name]` is (class name, configuration or what makes the model, inputs); the others are in `image_model_configs`
+and `video_model_configs`. Two samples, different timesteps where the class allows it, no weight at zero, few tokens.
 """
 
 import importlib
@@ -128,6 +127,18 @@ def _z_image():
     return {"x": [randn(16, 1, 4, 4) for _ in "12"], "cap_feats": [randn(5, 16) for _ in "12"], "t": steps() / 1024}
 
 
+def _z_image_controlnet():
+    sizes = {"dim": 32, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2, "control_in_dim": 16}
+    places = {"control_layers_places": [0, 1], "control_refiner_layers_places": [0]}
+    controlnet = controlnets.ZImageControlNetModel(**sizes, **places)
+    controlnet.gradient_checkpointing = False  # its forward reads what its __init__ forgets to set
+    return controlnet.from_transformer(controlnet, transformers.ZImageTransformer2DModel(**CASES["Z-Image"][1]))
+
+
+def _z_image_control():
+    return _z_image() | {"control_context": [randn(16, 1, 4, 4) for _ in "12"]}
+
+
 CASES = {
     "Wan T2V": ("WanTransformer3DModel", _WAN, _wan),
     "Wan I2V": ("WanTransformer3DModel", _WAN | {"image_dim": 8, "added_kv_proj_dim": 24}, _wan_image),
@@ -211,6 +222,7 @@ CASES = {
         | {"in_channels": 16, "n_layers": 2, "cap_feat_dim": 16, "axes_dims": [8, 4, 4], "axes_lens": [64, 32, 32]},
         _z_image,
     ),
+    "Z-Image ControlNet": ("ZImageControlNetModel", _z_image_controlnet, _z_image_control),
 }
 FIRST_CLASS = tuple(CASES)
 CASES |= IMAGE_CASES | VIDEO_CASES
@@ -223,7 +235,6 @@ NO_TINY_CASE = {
     "BriaFibo2Transformer2DModel": "no tiny configuration",
     "HunyuanDiT2DControlNetModel": "no tiny configuration",
     "CosmosControlNetModel": "no tiny configuration",
-    "ZImageControlNetModel": "no tiny configuration",
     "WanAnimate2Transformer3DModel": "no tiny configuration",
     "DreamLiteTransformer2DModel": "no tiny configuration",
     "Kandinsky6SRTransformer3DModel": "no tiny configuration",
@@ -254,6 +265,8 @@ def transformer_classes() -> dict[str, type]:
 def tiny_case(name: str, seed: int = 0) -> tuple[torch.nn.Module, dict]:
     """(model in float32 and training mode, keyword arguments of its forward); the same seed gives the same numbers."""
     class_name, config, inputs = CASES[name]
-    config = {key: value for key, value in config.items() if value is not None}
     torch.manual_seed(seed)
+    if callable(config):
+        return randomized(config()).train(), inputs()
+    config = {key: value for key, value in config.items() if value is not None}
     return randomized(transformer_classes()[class_name](**config)).train(), inputs()

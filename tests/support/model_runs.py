@@ -33,14 +33,19 @@ norm in the model's top-level forward, which is never rewritten.
 def run(model: torch.nn.Module, inputs: dict) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """All output tensors, and the gradient of each parameter for a loss that weighs every element differently."""
     model.zero_grad()
-    torch.manual_seed(0)
-    takes_flag = "return_dict" in inspect.signature(model.forward).parameters
-    found = model(**inputs, **({"return_dict": False} if takes_flag else {}))
-    outputs = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+    outputs = forward(model, inputs)
     loss = sum((o * torch.linspace(-1, 1, o.numel()).reshape(o.shape).to(o)).sum() for o in outputs if o.requires_grad)
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return [output.detach() for output in outputs], gradients
+
+
+def forward(model: torch.nn.Module, inputs: dict) -> list[torch.Tensor]:
+    """All output tensors."""
+    torch.manual_seed(0)
+    takes_flag = "return_dict" in inspect.signature(model.forward).parameters
+    found = model(**inputs, **({"return_dict": False} if takes_flag else {}))
+    return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
 
 
 def cast_inputs(inputs: dict, dtype: torch.dtype) -> dict:
