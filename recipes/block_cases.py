@@ -39,11 +39,11 @@ class Case:
 
 
 def wan_cases(training: str) -> list[Case]:
-    """Two layers of each width at each length."""
+    """Two layers of each width at each length, the short ones first."""
     return [
         Case(f"Wan {width}", tokens, lambda width=width, latent=latent: (wan(width, 2), wan_inputs(latent)), training)
-        for width in WIDTHS
         for tokens, latent in LATENTS.items()
+        for width in WIDTHS
     ]
 
 

@@ -22,6 +22,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -32,8 +33,7 @@ from adaptiveload_hf import UserError
 from adaptiveload_hf.errors import exit_on_user_error
 
 LEAST_SECONDS = 0.1  # of the steps of one round
-HOST_BOUND = ("eager", "patched")
-LONGEST = ("eager", "compile", "patched")
+WITHOUT_COMPILE = ("eager", "patched")
 SHORT = 48_000  # tokens at which eager's memory is the budget
 
 
@@ -115,33 +115,33 @@ def measure_case(case: Case, rounds: int) -> dict:
     return row
 
 
-def measure_whole(rounds: int) -> list[dict]:
+def measure_whole(rounds: int) -> Iterator[dict]:
     """30 layers of 1.3B, 256 tokens, checkpointing."""
     say("whole model")
     model, inputs = wan("1.3B", 30), wan_inputs((1, 32, 32))
     model.enable_gradient_checkpointing()
     row = {"model": "Wan 1.3B, 30 layers", "tokens": 256, "training": "full, checkpointing"}
-    row |= compare(contenders(model, HOST_BOUND), inputs, rounds)
+    row |= compare(contenders(model, WITHOUT_COMPILE), inputs, rounds)
     clean_up()
-    return [row]
+    yield row
 
 
-def measure_launches() -> list[dict]:
+def measure_launches() -> Iterator[dict]:
     """Kernels of a forward and backward of one more block of 1.3B."""
     say("launches")
     inputs, counts = wan_inputs((5, 60, 104)), []
     for layers in (1, 2):
-        models = contenders(wan("1.3B", layers), LONGEST)
+        models = contenders(wan("1.3B", layers), WITHOUT_COMPILE)
         counts.append({name: kernels(step_of(model, inputs)) for name, model in models.items()})
         clean_up()
-    return [{"model": "Wan 1.3B, one block", **{name: counts[1][name] - counts[0][name] for name in LONGEST}}]
+    yield {"model": "Wan 1.3B, one block", **{name: counts[1][name] - counts[0][name] for name in WITHOUT_COMPILE}}
 
 
-def measure_longest() -> list[dict]:
+def measure_longest() -> Iterator[dict]:
     """Tokens that fit into eager's memory for SHORT, for two layers of 14B, in steps of 500."""
     say("longest")
     model, row = wan("14B", 2), {"model": "Wan 14B, 2 layers"}
-    for name in LONGEST:
+    for name in WITHOUT_COMPILE:
         (other,) = contenders(model, (name,)).values()
         low = high = SHORT
         peaks = {SHORT: peak_of_tokens(other, SHORT)}
@@ -157,11 +157,10 @@ def measure_longest() -> list[dict]:
         row[name] = {"tokens": low, "peak_gib_at_48000": peaks[SHORT]}
         del other
         clean_up()
-    return [row]
+    yield row
 
 
 def peak_of_tokens(model: torch.nn.Module, tokens: int) -> float:
-    torch.compiler.reset()  # compile for this length, as it is for the others
     inputs = wan_inputs((tokens // 500, 40, 50))
     step_of(model, inputs)()
     return peak_gib(model, inputs)
@@ -174,9 +173,9 @@ def clean_up():
 
 
 PARTS = {
-    "blocks": lambda rounds: [measure_case(case, rounds) for case in wan_cases("full")],
-    "lora": lambda rounds: [measure_case(case, rounds) for case in wan_cases("LoRA")],
-    "families": lambda rounds: [measure_case(case, rounds) for case in family_cases()],
+    "blocks": lambda rounds: (measure_case(case, rounds) for case in wan_cases("full")),
+    "lora": lambda rounds: (measure_case(case, rounds) for case in wan_cases("LoRA")),
+    "families": lambda rounds: (measure_case(case, rounds) for case in family_cases()),
     "whole": measure_whole,
     "longest": lambda _: measure_longest(),
     "launches": lambda _: measure_launches(),  # last: what profiles stays attached and slows every launch
@@ -192,10 +191,11 @@ def tables(result: dict) -> list[list[list[str]]]:
     timed = [row for name in ("blocks", "lora", "families", "whole") for row in parts.get(name, {}).get("rows", [])]
     found = [compared(timed, *about) for about in (("milliseconds", "ms", ".1f"), ("peak_gib", "GiB", ".2f")) if timed]
     for row in parts.get("launches", {}).get("rows", []):
-        found.append([["kernels", *LONGEST], [row["model"], *(str(row[name]) for name in LONGEST)]])
+        counts = [str(row[name]) for name in WITHOUT_COMPILE]
+        found.append([["kernels", *WITHOUT_COMPILE], [row["model"], *counts]])
     for row in parts.get("longest", {}).get("rows", []):
-        longest = [f"{row[name]['tokens']:,} ({row[name]['tokens'] / SHORT - 1:+.0%})" for name in LONGEST]
-        found.append([[f"tokens in {row['budget_gib']:.1f} GiB", *LONGEST], [row["model"], *longest]])
+        longest = [f"{row[name]['tokens']:,} ({row[name]['tokens'] / SHORT - 1:+.0%})" for name in WITHOUT_COMPILE]
+        found.append([[f"tokens in {row['budget_gib']:.1f} GiB", *WITHOUT_COMPILE], [row["model"], *longest]])
     return found
 
 
@@ -250,18 +250,20 @@ def measure(parts: list[str], rounds: int, output: Path | None) -> dict:
         if all(before.get(key) == value for key, value in result.items() if key != "parts"):
             result["parts"] = before["parts"]
     for name in (name for name in PARTS if name in parts):
-        command = shlex.join(["python", *sys.argv])
-        result["parts"][name] = {"command": command, "rounds": rounds, "rows": PARTS[name](rounds)}
-        if output is not None:  # after each part: a later one may fail
-            output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text(json.dumps(result, indent=1) + "\n")
+        rows = []
+        result["parts"][name] = {"command": shlex.join(["python", *sys.argv]), "rounds": rounds, "rows": rows}
+        for row in PARTS[name](rounds):
+            rows.append(row)
+            if output is not None:  # after each row: a later one may fail
+                output.parent.mkdir(parents=True, exist_ok=True)
+                output.write_text(json.dumps(result, indent=1) + "\n")
     return result
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to measure")
-    parser.add_argument("--quick", action="store_true", help="one round instead of seven")
+    parser.add_argument("--quick", action="store_true", help="one round instead of three")
     parser.add_argument("--output", type=Path, help="also write the numbers as JSON")
     parser.add_argument("--input", type=Path, help="measure nothing, print the tables of such a file")
     parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
@@ -272,7 +274,7 @@ def main():
         elif not torch.cuda.is_available():
             raise UserError("this measures a GPU, and torch sees none here. Run it on a machine with one.")
         else:
-            result = measure(args.only, 1 if args.quick else 7, args.output)
+            result = measure(args.only, 1 if args.quick else 3, args.output)
         print_tables(result, args.markdown)
 
 
