@@ -1,0 +1,142 @@
+"""On a GPU: compositions whose hooks move weights, cast, or checkpoint there, patched before and after."""
+
+import accelerate
+import pytest
+import torch
+from diffusers.hooks import apply_group_offloading
+from support.accelerators import fresh_accelerate, one_rank
+from support.compositions import BOTH, ORDERS, composed, fused_ops, plain_ops
+from support.tiny_models import output_and_gradients, relative_error, tiny_inputs, tiny_model
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointError, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from adaptiveload_hf import patch_model
+
+pytestmark = pytest.mark.gpu
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+def on_gpu(family, dtype=torch.float32):
+    inputs = tiny_inputs(family).items()
+    return {name: value.to(CUDA, dtype if value.is_floating_point() else None) for name, value in inputs}
+
+
+def groups_of_blocks(model):
+    options = {"offload_type": "block_level", "num_blocks_per_group": 1, "use_stream": True}
+    apply_group_offloading(model, onload_device=CUDA, offload_device=CPU, **options)
+
+
+def leaves_on_a_stream(model):
+    options = {"offload_type": "leaf_level", "use_stream": True, "record_stream": True}
+    apply_group_offloading(model, onload_device=CUDA, offload_device=CPU, **options)
+
+
+def by_accelerate(model):
+    accelerate.cpu_offload(model, execution_device=CUDA)
+
+
+def whole_model(model):
+    accelerate.cpu_offload_with_hook(model, execution_device=CUDA)
+
+
+def cast_layers(model):
+    model.cuda().enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+
+
+HOOKS = [groups_of_blocks, leaves_on_a_stream, by_accelerate, whole_model, cast_layers]
+
+
+@BOTH
+@ORDERS
+@pytest.mark.parametrize("hook", HOOKS)
+def test_weights_that_come_and_go_are_right_and_the_ops_run(family, patch_first, hook):
+    outputs = []
+    for order in (None, patch_first):
+        model = composed(family, hook, order)
+        with torch.no_grad():
+            for _ in range(2):  # streams prefetch from the second call on
+                (output,), ops = fused_ops(model, **on_gpu(family), return_dict=False)
+        outputs.append(output)
+    assert relative_error(outputs[1], outputs[0]) < 1e-5
+    norms_are_hooked = hook in (leaves_on_a_stream, by_accelerate)
+    del ops["rms_norm_rope"]
+    assert ops.total() > 0 if norms_are_hooked else ops.keys() == plain_ops(family).keys() - {"rms_norm_rope"}
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+def test_under_cuda_autocast_the_attention_is_fused_and_recomputed_alike(reentrant):
+    def compose(model):
+        model.cuda().enable_gradient_checkpointing(lambda f, *args: checkpoint(f, *args, use_reentrant=reentrant))
+
+    model = composed("wan", compose, True)
+    with torch.autocast("cuda", torch.bfloat16):
+        output, ops = fused_ops(model, **on_gpu("wan"), return_dict=False)
+        _, backward_ops = fused_ops(output[0].square().mean().backward)
+    assert ops["rms_norm_rope"] == backward_ops["rms_norm_rope"] == 4
+
+
+def test_selective_checkpointing_that_keeps_fused_ops_gives_the_same_gradients():
+    def keep(ctx, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if op.namespace == "adaptiveload" else CheckpointPolicy.PREFER_RECOMPUTE
+
+    model = tiny_model("wan").cuda()
+    patch_model(model)
+    output, gradients = output_and_gradients(model, on_gpu("wan"))
+    model.enable_gradient_checkpointing(
+        lambda f, *args: checkpoint(
+            f, *args, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(keep)
+        )
+    )
+    again, gradients_again = output_and_gradients(model, on_gpu("wan"))
+    assert relative_error(again, output) < 1e-6
+    for name, gradient in gradients.items():
+        assert relative_error(gradients_again[name], gradient) < 1e-5, name
+
+
+@BOTH
+@pytest.mark.parametrize("cast_inputs", [False, True], ids=["inputs as they are", "inputs cast"])
+def test_fsdp2_in_bfloat16_with_gradient_checkpointing_does_what_the_unpatched_model_does(family, cast_inputs):
+    def compose(model):
+        model.cuda().enable_gradient_checkpointing(lambda f, *args: checkpoint(f, *args, use_reentrant=False))
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=cast_inputs)
+        for block in model.blocks if family == "wan" else model.transformer_blocks:
+            fully_shard(block, mp_policy=policy)
+        return fully_shard(model, mp_policy=policy)
+
+    def step(order):
+        model = composed(family, compose, order)
+        (output,) = model(**on_gpu(family, torch.bfloat16), return_dict=False)
+        try:
+            output.float().square().mean().backward()
+        except CheckpointError:
+            return None
+        return torch.cat([p.grad.full_tensor().flatten() for p in model.parameters() if p.grad is not None])
+
+    with fresh_accelerate(**one_rank()):
+        torch.distributed.init_process_group("nccl")
+        unpatched, first, last = map(step, (None, True, False))
+    assert (unpatched is None) is (first is None) is (last is None)
+    assert cast_inputs or unpatched is not None
+    for gradients in (first, last) if unpatched is not None else ():
+        assert relative_error(gradients, unpatched) < 3e-2
+
+
+@ORDERS
+def test_repeated_blocks_compiled_by_inductor_are_compiled_no_more_often_than_unpatched_ones(patch_first):
+    def compiled(order):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = composed("wan", lambda model: model.cuda().compile_repeated_blocks(fullgraph=True), order)
+        found = output_and_gradients(model, on_gpu("wan"))
+        for batch in (1, 3):
+            inputs = {name: value.cuda() for name, value in tiny_inputs("wan", batch=batch).items()}
+            model(**inputs)
+        return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    ((output, gradients), graphs), ((patched_output, patched_gradients), patched_graphs) = map(
+        compiled, (None, patch_first)
+    )
+    assert patched_graphs <= graphs
+    assert relative_error(patched_output, output) < 1e-4
+    flat, patched_flat = (torch.cat([g[name].flatten() for name in gradients]) for g in (gradients, patched_gradients))
+    assert relative_error(patched_flat, flat) < 1e-4
