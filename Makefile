@@ -3,14 +3,23 @@ PYTHON ?= python3
 DATA ?=
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+DIFFUSERS := 0.41.0 0.42.0 0.42.1
 
-.PHONY: demo test lint gpu-test gpu-test-sm80 sanitize clean
+.PHONY: demo test matrix lint gpu-test gpu-test-sm80 sanitize clean
 
 demo: $(INSTALLED)  ## prepare, measure, fit, plan, train, resume, report on small real files (DATA=folder for your own)
 	bash recipes/demo.sh $(DATA)
 
 test: $(INSTALLED)  ## everything that needs no GPU
 	$(BIN)/python -m pytest -m "not gpu"
+
+# Everything else stays as pinned.
+matrix: $(INSTALLED)  ## the model half with the oldest supported diffusers, one between, and the newest
+	for release in $(DIFFUSERS); do \
+		folder=.venv/diffusers-$$release; \
+		[ -d $$folder ] || $(BIN)/python -m pip install --quiet --no-deps --target $$folder diffusers==$$release; \
+		PYTHONPATH=$(CURDIR)/$$folder $(BIN)/python -m pytest tests/adaln -m "not gpu" || exit 1; \
+	done
 
 gpu-test: $(INSTALLED)  ## what needs a GPU; builds the kernels first
 	$(BIN)/python setup.py --quiet build_ext --inplace

@@ -96,11 +96,10 @@ def test_compiled_blocks_compile_no_more_often_than_unpatched_ones_at_any_shape(
     record("compile_repeated_blocks", cells)
 
 
-def test_sd35_blocks_compiled_one_by_one_compile_no_more_often_than_unpatched_ones():
+def test_an_sd35_block_compiles_no_more_often_than_an_unpatched_one():
     def compose(model, counter):
-        without_equal_blocks(model)
-        for block in model.transformer_blocks:
-            block.compile(fullgraph=True, backend=counter)
+        del model.transformer_blocks[1:]
+        model.transformer_blocks[0].compile(fullgraph=True, backend=counter)
 
     _, unpatched = graphs_after_each_shape("sd35", compose, None)
     graphs, counts = graphs_after_each_shape("sd35", compose, False)

@@ -1,5 +1,6 @@
 """Is the matrix in docs/patching.md whole, and each row of it one that a test records?"""
 
+import re
 from pathlib import Path
 
 from support import compositions
@@ -11,6 +12,15 @@ def test_the_docs_hold_every_row_and_no_other_and_no_cell_is_open():
     for row, cells in stated.items():
         assert tuple(cells) == compositions.COLUMNS
         assert set(cells.values()) <= {"all", "part", "eager", "stock", "fails unpatched too"}, row
+
+
+def test_make_matrix_runs_the_oldest_release_that_setup_cfg_takes_and_the_pinned_one():
+    root = Path(__file__).parents[2]
+    releases = re.search(r"^DIFFUSERS := (.*)$", (root / "Makefile").read_text(), re.MULTILINE)[1].split()
+    (floor,) = re.findall(r"^    diffusers>=(.*)$", (root / "setup.cfg").read_text(), re.MULTILINE)
+    (pinned,) = re.findall(r"^diffusers==(.*)$", (root / ".ci" / "constraints.txt").read_text(), re.MULTILINE)
+    assert len(releases) == 3
+    assert releases[0] == f"{floor}.0" and releases[-1] == pinned
 
 
 def test_every_row_is_named_in_a_test():

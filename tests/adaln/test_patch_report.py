@@ -9,7 +9,7 @@ from support.tiny_models import tiny_inputs, tiny_model
 from torch import nn
 
 from adaptiveload_hf import UserError, patch_model, patched, unpatch_model
-from adaptiveload_hf.adaln import ops
+from adaptiveload_hf.adaln import extension, ops
 from adaptiveload_hf.adaln import patch as patch_module
 
 
@@ -163,6 +163,26 @@ def test_the_cuda_backend_is_refused_where_it_cannot_run(monkeypatch):
     monkeypatch.setattr(patch_module, "extension_missing_reason", lambda: None)
     with pytest.raises(UserError, match="has no kernel for rms_norm_modulate yet"):
         patch_model(Mixed(), backend="cuda", ops="rms_norm_modulate")
+
+
+def test_an_extension_for_another_gpu_is_named_when_the_model_is_patched_and_not_at_the_first_step(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a new GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    monkeypatch.setattr(torch.ops.adaptiveload, "device_error", lambda device: 209, raising=False)
+    monkeypatch.setattr(extension, "load_problem", None)
+    monkeypatch.setattr(ops.registry, "replace_extension", lambda names: None)  # the dispatcher would keep it
+    extension.device_problem.cache_clear()
+    named = "it holds no code for GPU 0, a new GPU (sm_100, CUDA error 209); build it again on this machine with "
+    report = patch_model(Mixed())
+    with pytest.raises(UserError) as refused:
+        patch_model(Mixed(), backend="cuda")
+    extension.device_problem.cache_clear()
+    assert f"CUDA extension missing: {named}TORCH_CUDA_ARCH_LIST=10.0" in str(report)
+    instead = "triton" if ops.registry.has_triton else "reference"
+    assert f"layer_norm_modulate: reference on cpu, {instead} on cuda" in str(report)
+    assert named in str(refused.value)
 
 
 def test_the_triton_backend_is_refused_where_it_cannot_run(monkeypatch):
