@@ -186,7 +186,13 @@ class FusedOps:
 
     def _is_stream(self, x: Tensor) -> bool:
         kind = "cuda" if x.is_cuda else x.device.type  # device.type alone makes a new string each time
-        return _is_tensor(x) and x.ndim == 3 and kind in self.device_types and _narrow_enough(x)
+        known = _is_tensor(x) and x.ndim == 3 and kind in self.device_types and _narrow_enough(x)
+        return known and not _is_transformed()
+
+
+def _is_transformed() -> bool:
+    """Whether torch.func is at work (grad, vmap, jvp), which the ops do not support. Dynamo traces it another way."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
 def _no_hooks_on(*modules: nn.Module) -> bool:

@@ -3,7 +3,13 @@
 import accelerate
 import pytest
 import torch
-from diffusers import FirstBlockCacheConfig, FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline, WanPipeline
+from diffusers import (
+    FirstBlockCacheConfig,
+    FlowMatchEulerDiscreteScheduler,
+    MagCacheConfig,
+    StableDiffusion3Pipeline,
+    WanPipeline,
+)
 from diffusers.hooks import apply_group_offloading
 from support.compositions import BOTH, ORDERS, cells_of, composed, fused_ops, plain_ops, same_refusal
 from support.tiny_models import relative_error, tiny_inputs, tiny_model
@@ -63,14 +69,21 @@ def test_hooks_stay_in_force(row, family, patch_first, record):
     assert torch.equal(run(model, family)[0], expected)
 
 
+CACHES = {
+    "FirstBlockCache": lambda: FirstBlockCacheConfig(threshold=1e6),
+    "MagCache": lambda: MagCacheConfig(num_inference_steps=4, retention_ratio=0.25, mag_ratios=torch.ones(4)),
+}
+
+
 @BOTH
 @ORDERS
-def test_first_block_cache(family, patch_first, record):
+@pytest.mark.parametrize("row", CACHES)
+def test_caches(row, family, patch_first, record):
     def cached(order):
-        return composed(family, lambda m: m.eval().enable_cache(FirstBlockCacheConfig(threshold=1e6)), order)
+        return composed(family, lambda model: model.eval().enable_cache(CACHES[row]()), order)
 
     if family == "sd35":
-        record("FirstBlockCache", same_refusal(family, patch_first, cached))
+        record(row, same_refusal(family, patch_first, cached))
         return
     model = cached(patch_first)
     with model.cache_context("cond"):
@@ -81,7 +94,7 @@ def test_first_block_cache(family, patch_first, record):
     unpatch_model(model)
     model.disable_cache()
     assert relative_error(reused, run(model, family, seed=1)[0]) > 1e-3, "the cache was not in force"
-    record("FirstBlockCache", cells_of(family, patch_first, ops, plain_ops(family)))
+    record(row, cells_of(family, patch_first, ops, plain_ops(family)))
 
 
 def pipeline_of(family, *transformers):

@@ -1,5 +1,6 @@
 """Does a patched model train as an unpatched one under what people train with? Patched before and after it."""
 
+import collections
 import functools
 
 import pytest
@@ -197,3 +198,39 @@ def test_fused_projections(family, patch_first, record):
     else:  # diffusers fuses the second attention's projections, whose processor does not know of it
         cells = same_refusal(family, patch_first, run)
     record("fused projections", cells)
+
+
+@BOTH
+@ORDERS
+def test_saved_tensors_on_the_cpu(family, patch_first, record):
+    with torch.autograd.graph.save_on_cpu():
+        check_training("saved tensors on the CPU", record, family, lambda model: None, patch_first)
+
+
+@BOTH
+@ORDERS
+def test_torch_func_differentiates_the_original_expressions(family, patch_first, record):
+    def gradients(order):
+        model = composed(family, lambda model: None, order)
+        arguments = {**tiny_inputs(family), "return_dict": False}
+
+        def loss(parameters):
+            return torch.func.functional_call(model, parameters, kwargs=arguments)[0].square().mean()
+
+        return fused_ops(torch.func.grad(loss), {name: p.detach() for name, p in model.named_parameters()})
+
+    (expected, _), (found, ops) = gradients(None), gradients(patch_first)
+    assert largest_error(found, expected) < 1e-5
+    record("torch.func.grad", cells_of(family, patch_first, ops, plain_ops(family)))
+
+
+@BOTH
+@ORDERS
+def test_an_exported_program_is_the_unpatched_models(family, patch_first, record):
+    model = composed(family, lambda model: model.eval(), patch_first)
+    arguments = {**tiny_inputs(family), "return_dict": False}
+    program = torch.export.export(model, (), kwargs=arguments)
+    assert torch.equal(program.module()(**arguments)[0], tiny_model(family).eval()(**arguments)[0])
+    targets = [str(node.target) for node in program.graph.nodes]
+    ops = collections.Counter(name.split(".")[1] for name in targets if name.startswith("adaptiveload"))
+    record("torch.export", cells_of(family, patch_first, ops, plain_ops(family)))

@@ -32,6 +32,9 @@ ROWS = (
     "LoRA merged into the weights",
     "LoRA saved and loaded",
     "PEFT's get_peft_model",
+    "saved tensors on the CPU",
+    "torch.func.grad",
+    "torch.export",
     "fused projections",
     "DDP",
     "FSDP2",
@@ -49,6 +52,7 @@ ROWS = (
     "group offload of leaves",
     "accelerate.cpu_offload",
     "FirstBlockCache",
+    "MagCache",
     "pipeline with one or two transformers",
 )
 _BEGIN = "<!-- The matrix, written by `pytest tests/adaln --write-matrix`. -->\n"
@@ -92,11 +96,9 @@ def column_of(family: str, patch_first: bool) -> str:
 
 def cells_of(family: str, patch_first: bool, found: Counter, plain: Counter) -> dict[str, str]:
     """The cells of a run in which the ops `found` ran, where a patched model by itself runs those of `plain`."""
-    turns = "rms_norm_rope"
-    found, plain = Counter(found), Counter(plain)
-    cells = {"Wan's attention": _share(found.pop(turns, 0), plain.pop(turns, 0), "stock")} if family == "wan" else {}
-    whole = "all" if found == plain else _share(found.total(), plain.total(), "eager")
-    return cells | {column_of(family, patch_first): whole}
+    (turned, others), (plain_turned, plain_others) = map(_apart, (found, plain))
+    cells = {"Wan's attention": _share(turned, plain_turned, "stock")} if family == "wan" else {}
+    return cells | {column_of(family, patch_first): _share(others, plain_others, "eager")}
 
 
 def same_refusal(family: str, patch_first: bool, compose_and_run) -> dict[str, str]:
@@ -110,8 +112,14 @@ def same_refusal(family: str, patch_first: bool, compose_and_run) -> dict[str, s
     return {column_of(family, patch_first): "fails unpatched too"}
 
 
-def _share(found: int, plain: int, none: str) -> str:
-    return none if found == 0 else "all" if found == plain else "part"
+def _apart(ops: dict[str, int]) -> tuple[dict, dict]:
+    """The ops of attention, and the others."""
+    turned = {op: count for op, count in ops.items() if "rope" in op}
+    return turned, {op: count for op, count in ops.items() if op not in turned}
+
+
+def _share(found: dict, plain: dict, none: str) -> str:
+    return none if not found else "all" if found == plain else "part"
 
 
 def run_and_count(model: torch.nn.Module, inputs: dict) -> tuple[torch.Tensor, dict[str, torch.Tensor], Counter]:
