@@ -133,3 +133,92 @@ register_adapter(
         )
     ],
 )
+
+# ----------------------------------------------------------------------------------------------------------- LTX 2.3
+# Text attention is modulated and gated under an `if`. (The modulation of text itself follows no norm.)
+
+
+def _ltx2_text(stream: str) -> list[tuple[str, str]]:
+    states, norm = f"{stream}hidden_states", f"self.{stream}norm2({stream}hidden_states)"
+    condition = f"self.{stream or 'video_'}cross_attn_adaln"
+    normed, branch = f"norm_{states}", f"attn_{states}"
+    modulated = f"{{}} * (1 + {stream}scale_text_q) + {stream}shift_text_q"
+    return [
+        (
+            f"{normed} = {norm}\nif {condition}:\n    {normed} = {modulated.format(normed)}",
+            f"if {condition}:\n    {normed} = {modulated.format(norm)}\nelse:\n    {normed} = {norm}",
+        ),
+        (
+            f"if {condition}:\n    {branch} = {branch} * {stream}gate_text_q\n{states} = {states} + {branch}",
+            f"if {condition}:\n    {states} = {states} + {branch} * {stream}gate_text_q\n"
+            f"else:\n    {states} = {states} + {branch}",
+        ),
+    ]
+
+
+register_adapter(
+    f"{_TRANSFORMERS}.transformer_ltx2.LTX2VideoTransformerBlock",
+    sources={"forward": "1dbdd9ab731b53b9"},
+    edits=[*_ltx2_text(""), *_ltx2_text("audio_")],
+)
+
+# ---------------------------------------------------------------------------------------------- Qwen-Image 2.1
+# A helper again. `_select_modulation_rows` stays and is a global of the block.
+
+
+def _qwen21_edit(site: str) -> tuple[str, str]:
+    gate, modulated = f"img_gate{site}", f"img_modulated{site.replace('1', '')}"
+    rows = f"_select_modulation_rows({{}}{site}, target_token_mask)"
+    return (
+        f"{modulated}, {gate} = self._modulate(self.img_norm{site}(hidden_states), mod{site}, target_token_mask)",
+        f"scale{site}, {gate} = mod{site}.chunk(2, dim=-1)\n"
+        f"scale{site}, {gate} = {rows.format('scale')}, {rows.format('img_gate')}\n"
+        f"{modulated} = self.img_norm{site}(hidden_states) * (1 + scale{site})",
+    )
+
+
+register_adapter(
+    f"{_TRANSFORMERS}.transformer_qwenimage21.QwenImage21TransformerBlock",
+    sources={"forward": "4d00610eb23125f4", "_modulate": "c0ca04b4ae860209"},
+    edits=[_qwen21_edit("1"), _qwen21_edit("2")],
+)
+
+# ------------------------------------------------------------------------------------------------ PixArt, Latte, DiT
+# Gates, and DiT's second modulation, stand under an `if` apart from what they belong to.
+
+
+def _basic_gate(branch: str, gate: str) -> tuple[str, str]:
+    zero, single = f"{gate}.unsqueeze(1) * {branch}", f"{gate} * {branch}"
+    conditions = ("if self.norm_type == 'ada_norm_zero':", "elif self.norm_type == 'ada_norm_single':")
+    both = "{}\n    {} = {}\n{}\n    {} = {}\n"
+    total = "{} + hidden_states".format
+    return (
+        both.format(conditions[0], branch, zero, conditions[1], branch, single)
+        + f"hidden_states = {branch} + hidden_states",
+        both.format(conditions[0], "hidden_states", total(zero), conditions[1], "hidden_states", total(single))
+        + f"else:\n    hidden_states = {branch} + hidden_states",
+    )
+
+
+_CONTINUOUS = """
+if self.norm_type == 'ada_norm_continuous':
+    norm_hidden_states = self.norm3(hidden_states, added_cond_kwargs['pooled_text_emb'])
+"""
+_OTHER_NORM = """elif not self.norm_type == 'ada_norm_single':
+    norm_hidden_states = self.norm3(hidden_states)
+"""
+_ZERO = """if self.norm_type == 'ada_norm_zero':
+    norm_hidden_states = {} * (1 + scale_mlp[:, None]) + shift_mlp[:, None]
+"""
+register_adapter(
+    "diffusers.models.attention.BasicTransformerBlock",
+    sources={"forward": "440071576ac5ee6f"},
+    edits=[
+        _basic_gate("attn_output", "gate_msa"),
+        _basic_gate("ff_output", "gate_mlp"),
+        (
+            _CONTINUOUS + _OTHER_NORM + _ZERO.format("norm_hidden_states"),
+            _CONTINUOUS + "el" + _ZERO.format("self.norm3(hidden_states)") + _OTHER_NORM,
+        ),
+    ],
+)

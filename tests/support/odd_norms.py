@@ -147,4 +147,67 @@ class OneRowForAll(OddBlock):
         return x + gate[0] * self.linear(x)
 
 
-ODD_NORMS = [cls for cls in list(globals().values()) if isinstance(cls, type) and OddBlock in cls.__bases__]
+class TableBlock(OddBlock):
+    """Not odd itself: `scale_table`, as in Wan, is added to the modulation of every token."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(3, 8))
+
+
+class Tables(TableBlock):
+    fused = 2
+
+    def forward(self, x, scale, shift, gate):
+        shift_table, scale_table, gate_table = self.table.unbind(0)
+        y = self.norm(x) * (1 + (scale + scale_table)) + (shift + shift_table)
+        return x + self.linear(y) * (gate + gate_table)
+
+
+class TablesInHalf(TableBlock):
+    fused = 2
+
+    def forward(self, x, scale, shift, gate):
+        scale_table, gate_table = self.table[0], self.table[1]
+        scale, gate = scale.half(), gate.half()
+        y = (self.norm(x.float()) * (1 + (scale.float() + scale_table)) + shift).type_as(x)
+        y = self.linear(y)
+        return (x.float() + y.float() * (gate.float() + gate_table)).type_as(x)
+
+
+class TableEditedBetween(TableBlock):
+    reason = "may be changed in between"
+
+    def forward(self, x, scale, shift, gate):
+        table = self.table.detach().clone()
+        gate = gate.detach()
+        product = self.linear(x).detach() * (gate + table[2])
+        table.zero_()
+        return x + product
+
+
+class TableOfAnotherShape(TableBlock):
+    fused = 2
+
+    def forward(self, x, scale, shift, gate):
+        scale_table = self.table[:1]
+        y = self.norm(x) * (1 + (scale + scale_table)) + shift
+        return x + gate * y
+
+
+class TableOfRmsNorm(TableBlock):
+    fused = 1
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.RMSNorm(8, eps=1e-6)
+
+    def forward(self, x, scale, shift, gate):
+        return self.norm(x) * (1 + (scale + self.table[0])) + shift
+
+
+ODD_NORMS = [
+    cls
+    for cls in list(globals().values())
+    if isinstance(cls, type) and issubclass(cls, OddBlock) and "forward" in vars(cls)
+]

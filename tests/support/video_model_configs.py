@@ -30,6 +30,12 @@ _KANDINSKY = {
     **{"axes_dims": (4, 6, 6), "visual_cond": False},
 }
 
+_LTX2 = {
+    **{**_SIZES, "patch_size": 1, "patch_size_t": 1, "cross_attention_dim": 16, "audio_in_channels": 4},
+    **{"audio_out_channels": 4, "audio_num_attention_heads": 2, "audio_attention_head_dim": 4},
+    **{"audio_cross_attention_dim": 8, "caption_channels": 16, "rope_double_precision": False},
+}
+
 
 def _wan(**more):
     states = {"hidden_states": randn(2, 4, 2, 4, 4), "encoder_hidden_states": randn(2, 5, 16)}
@@ -177,13 +183,11 @@ VIDEO_CASES = {
         {"dit_dim": 32, "dit_depth": 1, "dit_heads": 2, "dit_text_dim": 16, "latent_dim": 8, "text_conv": False},
         lambda: tokens(8, encoder_attention_mask=torch.ones(2, 8).bool(), attention_mask=torch.ones(2, 16).bool()),
     ),
-    "LTX 2": (
+    "LTX 2": ("LTX2VideoTransformer3DModel", _LTX2, _ltx2),
+    "LTX 2.3": (
         "LTX2VideoTransformer3DModel",
-        _SIZES
-        | {"patch_size": 1, "patch_size_t": 1, "cross_attention_dim": 16, "audio_in_channels": 4}
-        | {"audio_out_channels": 4, "audio_num_attention_heads": 2, "audio_attention_head_dim": 4}
-        | {"audio_cross_attention_dim": 8, "caption_channels": 16, "rope_double_precision": False},
-        _ltx2,
+        _LTX2 | {"cross_attn_mod": True, "audio_cross_attn_mod": True},
+        lambda: _ltx2() | {"sigma": steps() / 1024, "audio_sigma": steps() / 1024},
     ),
     "MiniMax-H3": (
         "MiniMaxH3Transformer3DModel",
