@@ -197,22 +197,24 @@ def _is_transformed() -> bool:
 
 def _no_hooks_on(*modules: nn.Module) -> bool:
     """Whether calling modules runs their class's forward and nothing else."""
-    any_global = (
+    if (
         torch_module._global_forward_hooks
         or torch_module._global_forward_pre_hooks
         or torch_module._global_backward_hooks
         or torch_module._global_backward_pre_hooks
-    )
-    return not any_global and all(
-        "forward" not in m.__dict__  # older Dynamo does not trace vars()
-        and not (m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks)
-        for m in modules
-    )
+    ):
+        return False
+    for m in modules:
+        if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
+            return False
+        if "forward" in m.__dict__:  # older Dynamo does not trace vars()
+            return False
+    return True
 
 
 def _is_tensor(x: Tensor) -> bool:
     """An ordinary tensor (no DTensor, no quantised one) of a dtype that the ops are exact enough for."""
-    return type(x) in (Tensor, nn.Parameter) and x.dtype in _DTYPES
+    return (type(x) is Tensor or type(x) is nn.Parameter) and x.dtype in _DTYPES
 
 
 def _narrow_enough(x: Tensor) -> bool:
