@@ -21,6 +21,7 @@ def test_make_matrix_runs_the_oldest_release_that_setup_cfg_takes_and_the_pinned
     (pinned,) = re.findall(r"^diffusers==(.*)$", (root / ".ci" / "constraints.txt").read_text(), re.MULTILINE)
     assert len(releases) == 3
     assert releases[0] == f"{floor}.0" and releases[-1] == pinned
+    assert f"diffusers {pinned} " in (root / "docs" / "models.md").read_text()
 
 
 def test_every_row_is_named_in_a_test():
