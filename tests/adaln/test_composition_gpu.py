@@ -96,15 +96,18 @@ def test_selective_checkpointing_that_keeps_fused_ops_gives_the_same_gradients()
 
 @BOTH
 @pytest.mark.parametrize("cast_inputs", [False, True], ids=["inputs as they are", "inputs cast"])
-def test_fsdp2_in_bfloat16_with_gradient_checkpointing_does_what_the_unpatched_model_does(family, cast_inputs):
-    def compose(model):
-        model.cuda().enable_gradient_checkpointing(lambda f, *args: checkpoint(f, *args, use_reentrant=False))
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=cast_inputs)
-        for block in model.blocks if family == "wan" else model.transformer_blocks:
-            fully_shard(block, mp_policy=policy)
-        return fully_shard(model, mp_policy=policy)
+def test_fsdp2_in_bfloat16_with_gradient_checkpointing_works_where_it_does_unpatched(family, cast_inputs):
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=cast_inputs)
 
-    def step(order):
+    def step(order, checkpointing=True):
+        def compose(model):
+            model.cuda()
+            if checkpointing:
+                model.enable_gradient_checkpointing(lambda f, *args: checkpoint(f, *args, use_reentrant=False))
+            for block in model.blocks if family == "wan" else model.transformer_blocks:
+                fully_shard(block, mp_policy=policy)
+            return fully_shard(model, mp_policy=policy)
+
         model = composed(family, compose, order)
         (output,) = model(**on_gpu(family, torch.bfloat16), return_dict=False)
         try:
@@ -115,11 +118,13 @@ def test_fsdp2_in_bfloat16_with_gradient_checkpointing_does_what_the_unpatched_m
 
     with fresh_accelerate(**one_rank()):
         torch.distributed.init_process_group("nccl")
-        unpatched, first, last = map(step, (None, True, False))
-    assert (unpatched is None) is (first is None) is (last is None)
+        truth, unpatched = step(None, checkpointing=False), step(None)
+        for gradients in map(step, (True, False)):
+            if gradients is None:  # torch 2.11 does not cast the rotary tables again when it recomputes
+                assert unpatched is None
+            else:
+                assert relative_error(gradients, truth) < 3e-2
     assert cast_inputs or unpatched is not None
-    for gradients in (first, last) if unpatched is not None else ():
-        assert relative_error(gradients, unpatched) < 3e-2
 
 
 @ORDERS
