@@ -7,6 +7,7 @@ a change of any of them the class is rewritten as it then stands, without the ed
 
 import ast
 import dataclasses
+import hashlib
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -84,7 +85,7 @@ def adapter_of(module: nn.Module, owner: type) -> tuple[Adapter | None, str | No
 
 
 def adapted(source: FunctionSource, adapter: Adapter) -> FunctionSource:
-    """A source with the edits of an adapter.
+    """A source with the edits of an adapter; its digest is of both.
 
     Raises:
         UserError: the statements of an edit do not stand in it exactly once.
@@ -100,7 +101,9 @@ def adapted(source: FunctionSource, adapter: Adapter) -> FunctionSource:
         block[begin:end] = _statements(new)
     # Positions in the edited text order its expressions.
     tree = ast.parse(ast.unparse(ast.fix_missing_locations(source.tree))).body[0]
-    return dataclasses.replace(source, tree=tree)
+    # Tests of a source say nothing about its edits.
+    digest = hashlib.sha256(f"{source.digest} {adapter.edits}".encode()).hexdigest()[:16]
+    return dataclasses.replace(source, tree=tree, digest=digest)
 
 
 def _statements(text: str) -> list[ast.stmt]:

@@ -45,6 +45,7 @@ class RewrittenForward:
         original: the class's own forward.
         function: the new forward; the original where nothing is fused.
         text: the source of a new forward, else "".
+        digest: of what was rewritten, with its adapter; else "".
         sites: all that the source shows.
         reason: why the forward as a whole stays eager, or None.
         verdict: what is known of `function`.
@@ -65,6 +66,7 @@ class RewrittenForward:
         self.original = vars(owner)["forward"]
         self.function = self.original
         self.text = ""
+        self.digest = ""
         self.sites: list[Site] = []
         self.reason: str | None = None
         self.verdict = Verdict.TRUSTED
@@ -99,6 +101,7 @@ class RewrittenForward:
         source = running_source(self.original)
         if adapter is not None:
             source = adapted(source, adapter)
+        self.digest = source.digest
         rewriter = self._rewriter(source)
         self.sites = rewriter.sites
         is_rewritten = rewriter.run()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers.models.normalization import AdaLayerNormZeroSingle
 from support import helper_blocks
 from support.helper_blocks import GlobalHelperBlock, HelperBlock, OtherHelper, inputs
 from support.model_configs import tiny_case
@@ -61,6 +62,26 @@ def test_a_wrong_edit_is_found_by_the_first_call():
     patch_model(block)
     with pytest.warns(UserWarning, match="HelperBlock differs from the original, which runs instead"):
         check_equal(block)
+
+
+def test_an_edit_of_a_source_that_the_tests_cover_is_compared_too():
+    norm = AdaLayerNormZeroSingle(8)
+    name = f"{AdaLayerNormZeroSingle.__module__}.AdaLayerNormZeroSingle"
+    edit = ("emb = self.linear(self.silu(emb))", "emb = self.linear(self.silu(emb)) * 2")
+    register_adapter(name, sources={"forward": source_digest(AdaLayerNormZeroSingle.forward)}, edits=[edit])
+    assert "not compared yet" in str(patch_model(norm))
+    with pytest.warns(UserWarning, match="differs from the original"):
+        norm(torch.randn(2, 5, 8), torch.randn(2, 8))
+
+
+def test_a_hook_on_the_norm_of_an_edited_forward_is_called():
+    register_adapter(NAME, sources=SOURCES, edits=[EDIT])
+    block = HelperBlock()
+    patch_model(block, verify="never")
+    seen = []
+    block.norm.register_forward_hook(lambda *args: seen.append(1))
+    check_equal(block)
+    assert len(seen) == 2
 
 
 def test_a_helper_of_a_subclass_is_called():

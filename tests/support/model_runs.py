@@ -10,7 +10,6 @@ from torch.utils import _pytree as pytree
 
 from adaptiveload_hf import UserError, patch_model
 from adaptiveload_hf.adaln.forwards import rewritten_behind
-from adaptiveload_hf.adaln.source import running_source
 
 from .model_configs import CASES, NO_TINY_CASE, tiny_case
 
@@ -70,7 +69,7 @@ def owners_with_sites() -> dict[str, str]:
             patch_model(model)
         forwards = (rewritten_behind(getattr(vars(m).get("forward"), "__func__", None)) for m in model.modules())
         rewritten = [forward for forward in forwards if forward is not None]
-        found |= {f.name.removeprefix("diffusers.models."): running_source(f.original).digest for f in rewritten}
+        found |= {f.name.removeprefix("diffusers.models."): f.digest for f in rewritten}
     return found
 
 
