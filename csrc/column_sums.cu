@@ -14,13 +14,15 @@ constexpr int kColumns = 32;
 constexpr int kSlices = 32;
 constexpr int kUnroll = 4;  // chunks whose loads wait together
 
-// Sums over the chunks from `first` to `last` that are this warp's: P, Q, G, and m * P and m * Q if `affine`.
-template <int K>
-__device__ __forceinline__ void add_slice(const ColumnSums& p, int64_t first, int64_t last, int column, bool affine,
+// Sums over the chunks from `first` to `last` that are this warp's: P, Q, G, and, with AFFINE, m * P and m * Q.
+template <int K, bool AFFINE>
+__device__ __forceinline__ void add_slice(const ColumnSums& p, int64_t first, int64_t last, int column,
                                           float (&sums)[K + 2]) {
-  const float table = affine ? element(p.scale_table, 0, 0, column, 0.f) : 0.f;
+  const unsigned slice = threadIdx.x / kColumns, chunks = p.chunks, rows = p.rows;
+  const float table = AFFINE ? element(p.scale_table, 0, 0, column, 0.f) : 0.f;
+  unsigned segment = slice / chunks, in_segment = slice % chunks;  // counted only where m changes with them
 #pragma unroll kUnroll
-  for (int64_t chunk = first + threadIdx.x / kColumns; chunk < last; chunk += kSlices) {
+  for (int64_t chunk = first + slice; chunk < last; chunk += kSlices) {
     const float* const at = p.partials + chunk * K * p.width + column;
     float part[K];
 #pragma unroll
@@ -28,14 +30,13 @@ __device__ __forceinline__ void add_slice(const ColumnSums& p, int64_t first, in
       part[k] = at[k * p.width];
       sums[k] += part[k];
     }
-    if (!affine) continue;
-    float m = 1.f;
-    if (!p.modulated) {
-      const int64_t segment = chunk / p.chunks;
-      m = p.scale_offset + table + element(p.scale, segment / p.rows, segment % p.rows, column, 0.f);
-    }
+    if (!AFFINE) continue;
+    const float scale = p.modulated ? 0.f : element(p.scale, segment / rows, segment % rows, column, 0.f);
+    const float m = p.modulated ? 1.f : p.scale_offset + table + scale;
     sums[K] += m * part[0];
     if (K > 1) sums[K + 1] += m * part[K > 1];
+    segment += (in_segment + kSlices) / chunks;
+    in_segment = (in_segment + kSlices) % chunks;
   }
 }
 
@@ -51,9 +52,13 @@ __global__ void __launch_bounds__(kColumns* kSlices) column_sums(const ColumnSum
   const bool affine = total && (p.dweight != nullptr || p.dbias != nullptr);
   float sums[K + 2] = {};
   wait_for_previous_kernel();
-  if (first_column + lane < p.width) {
-    const int64_t first = total ? 0 : segment * p.chunks, last = total ? p.segments * p.chunks : first + p.chunks;
-    add_slice<K>(p, first, last, first_column + lane, affine, sums);
+  const int64_t first = total ? 0 : segment * p.chunks, last = total ? p.segments * p.chunks : first + p.chunks;
+  if (first_column + lane < p.width && last > first) {
+    if (affine) {
+      add_slice<K, true>(p, first, last, first_column + lane, sums);
+    } else {
+      add_slice<K, false>(p, first, last, first_column + lane, sums);
+    }
   }
 #pragma unroll
   for (int k = 0; k < K + 2; ++k) slices[k][warp][lane] = sums[k];
