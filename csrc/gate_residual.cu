@@ -2,8 +2,8 @@
 //   dy = grad * factor, dgate = sum grad * y over the rows of a segment; that of x is grad itself.
 //
 // Nothing is summed over a row, so a block owns some columns, R rows at a time, the factor in registers: 6 bytes an
-// element in 16-bit types forward, and 6 backward (4 without dgate), where it walks down the rows of a segment. The sums
-// over rows stay in registers and end as one partial sum per block, which column_sums.cu adds in a fixed order.
+// element in 16-bit types forward, and 6 backward (4 without dgate), where it walks down the rows of a segment. The
+// sums over rows stay in registers and end as one partial sum per block, which column_sums.cu adds in a fixed order.
 // The *_any kernels take one row at a time: any dtypes and alignment, and a gate row per token.
 #include <initializer_list>
 

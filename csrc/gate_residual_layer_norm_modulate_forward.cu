@@ -204,7 +204,7 @@ cudaError_t gate_residual_layer_norm_modulate_forward(const GatedNormForward& p,
   norm.scale_table = p.scale_table;
   norm.shift_table = p.shift_table;
   norm.y = p.normed;
-  norm.stats = p.stats;
+  norm.stats = reinterpret_cast<float*>(p.stats);
   return layer_norm_modulate_forward(norm, stream);
 }
 

@@ -30,18 +30,24 @@ struct Shape {
   int64_t rows;
 };
 
+// y = (xh * (weight + weight_offset) + bias) * (scale_offset + scale + scale_table) + shift + shift_table
+// with xh the normalised row of x: by mean and standard deviation, or, without `mean`, by the root mean square.
 struct LayerNormForward {
   Shape shape;
   float eps;
+  bool mean = true;
+  float scale_offset = 1.f, weight_offset = 0.f;
   Array x, scale, shift, weight, bias, scale_table, shift_table;
   Array y;
-  float2* stats;  // [batch, tokens]: mean, 1 / standard deviation
+  float* stats;  // [batch, tokens, 2]: mean, 1 / standard deviation; without `mean` [batch, tokens]: 1 / root mean square
 };
 
 struct LayerNormBackward {
   Shape shape;
+  bool mean = true;
+  float scale_offset = 1.f, weight_offset = 0.f;
   Array grad, x, scale, weight, bias, scale_table;
-  const float2* stats;
+  const float* stats;
   // Gradients; without data: not wanted. dshift is never wanted with a row per token: it is grad itself.
   Array dx, dscale, dshift;
   float *dweight, *dbias, *dscale_table, *dshift_table;  // [width]
@@ -63,14 +69,16 @@ struct GateBackward {
 };
 
 struct GatedNormForward {
+  static constexpr float scale_offset = 1.f, weight_offset = -0.f;  // x + -0 is x: no instruction
   Shape shape;
   float eps;
   Array x, y, gate, gate_table, scale, shift, weight, bias, scale_table, shift_table;
   Array residual, normed;
-  float2* stats;  // of the rounded residual, as above
+  float2* stats;  // [batch, tokens], of the rounded residual: mean, 1 / standard deviation
 };
 
 struct GatedNormBackward {
+  static constexpr float scale_offset = 1.f, weight_offset = -0.f;  // x + -0 is x: no instruction
   Shape shape;
   Array grad_residual, grad, residual, y, gate, gate_table, scale, weight, bias, scale_table;
   const float2* stats;

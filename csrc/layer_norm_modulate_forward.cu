@@ -1,137 +1,192 @@
-// y = LN(x)[* weight + bias] * (1 + scale + scale_table) + shift + shift_table, forward.
+// layer_norm_modulate and rms_norm_modulate, forward: y = (xh * weight + bias) * m + shift + shift_table.
 //
-// forward_rows: a block owns all columns of R rows at a time, a thread NV packs of eight columns in each. What scale,
-// shift, tables, weight and bias do to a column is one gain and one offset in registers, loaded once, since all rows of
-// a segment share them. The rows to come are on their way into a ring in shared memory meanwhile, so that memory is
-// busy while the block reduces. x is read once, y written once: 4 bytes an element in 16-bit types.
-// forward_any: one row at a time, everything read where it is needed: any dtypes, any alignment, a modulation row per
-// token.
-// Mean and variance are two passes over registers: E[x^2] - E[x]^2 loses all digits far from zero.
+// forward_rows: a block's threads form groups, a thread of which owns NV packs of eight columns, and each group takes a
+// row at a time. What scale, shift, tables, weight and bias do to a column is one gain and one offset in registers,
+// loaded once, since all rows of a segment share them. The rows to come are on their way into the group's ring in
+// shared memory meanwhile. x is read once, y written once: 4 bytes an element in 16-bit types. With a modulation row per
+// token (TOKEN) its scale and shift come through the ring too (8 bytes).
+// forward_any: one row at a time, everything read where it is needed: any dtypes, any alignment.
+// Mean and variance take two passes over a thread's registers, and are joined over threads, then warps, by Chan's
+// formula, with one barrier a row: E[x^2] - E[x]^2 would lose all digits far from zero.
+#include "launch.cuh"
+#include "modulation.cuh"
 #include "rows.cuh"
 
 namespace adaptiveload {
 namespace {
 
-// The best of 11 combinations on an H200, over the six shapes of recipes/kernel_speed.py.
-constexpr int kTurnRows = 2;        // rows of a turn in 16-bit types; half in float32, whose packs are twice as big
-constexpr int kPacks = 2;           // packs of a thread in a row: fewer threads reduce faster
-constexpr int kMostThreads = 384;   // of a block: rows of up to 384 * 2 * 8 = 6144 columns
-constexpr int kBusyThreads = 384;   // of a multiprocessor
-constexpr int kStages = 6;          // turns under way
+// The best on an H200 of some 500 combinations over the six shapes of recipes/kernel_speed.py. Faster ones make
+// multiprocessors run apart: those nearer to memory end early, the others late.
+template <typename T, bool TOKEN>
+struct Tile {
+  static constexpr int kPacks = TOKEN ? 1 : 2;  // of a thread in a row
+  static constexpr int kMostThreads = TOKEN ? 1024 : sizeof(T) == 4 ? 512 : 640;
+  static constexpr int kStages = TOKEN ? 3 : 2;  // rows of a group under way
+};
+constexpr int kMostGroups = 8;
 
-// gain and offset of my columns: LN * weight + bias, then * m + shift, is LN * (weight * m) + (bias * m + shift).
-// Everything is loaded before anything is used, so that the loads wait together.
-template <Access A>
-__device__ __forceinline__ void load_affine(const LayerNormForward& p, int64_t batch, int64_t row, int first,
-                                            float (&gain)[kPack], float (&offset)[kPack]) {
-  const int width = static_cast<int>(p.shape.width);
-  float scale_table[kPack], shift_table[kPack], weight[kPack], bias[kPack];
-  load_columns<A>(gain, p.scale, batch, row, first, width, 0.f);
-  load_columns<A>(offset, p.shift, batch, row, first, width, 0.f);
-  load_columns<A>(scale_table, p.scale_table, 0, 0, first, width, 0.f);
-  load_columns<A>(shift_table, p.shift_table, 0, 0, first, width, 0.f);
-  load_columns<A>(weight, p.weight, 0, 0, first, width, 1.f);
-  load_columns<A>(bias, p.bias, 0, 0, first, width, 0.f);
-#pragma unroll
-  for (int i = 0; i < kPack; ++i) {
-    gain[i] += 1.f + scale_table[i];
-    offset[i] += shift_table[i] + bias[i] * gain[i];
-    gain[i] *= weight[i];
+// mean and 1 / standard deviation of a token, or 1 / root mean square alone.
+template <bool MEAN>
+__device__ __forceinline__ void store_stats(float* stats, int64_t token, float mean, float rstd) {
+  if (MEAN) {
+    reinterpret_cast<float2*>(stats)[token] = make_float2(mean, rstd);
+  } else {
+    stats[token] = rstd;
   }
 }
 
-template <typename T, int R, int NV, int THREADS>
-__global__ void __launch_bounds__(THREADS)
-    forward_rows(const LayerNormForward p, const Segments segments, const int stages) {
-  extern __shared__ __align__(16) unsigned char ring_rows[];
-  __shared__ uint64_t arrivals[Ring<T, R, NV>::kMostStages];
-  __shared__ float buffer[2][R * THREADS / 32];
-  const int width = static_cast<int>(p.shape.width);
-  const float one_by_width = 1.f / width;
-  const Ring<T, R, NV> ring = {ring_rows, arrivals, stages, width};
-  const Place at(segments, blockIdx.x, p.shape.rows);
-  const T* const x_rows = row_of<const T>(p.x, at.batch, at.first);
-  T* const y_rows = row_of<T>(p.y, at.batch, at.first);
-  float2* const stats_rows = p.stats + at.batch * p.shape.tokens + at.first;
-  const int step = segments.chunks * R;
-  bool mine[NV];
+// Joins (mean, squares about it) of `weight` numbers each over `lanes` neighbouring lanes, by Chan's formula about one
+// of the means, so that nothing large is subtracted from something large.
+template <bool MEAN>
+__device__ __forceinline__ void join(float& mean, float& squares, float weight, float about, float one_by_total,
+                                     int lanes) {
+  const float apart = mean - about;
+  float sum = weight * apart;
+  squares += sum * apart;
+  for (int offset = lanes / 2; offset >= 1; offset /= 2) {
+    if (MEAN) sum += __shfl_xor_sync(~0u, sum, offset);
+    squares += __shfl_xor_sync(~0u, squares, offset);
+  }
+  mean = about + sum * one_by_total;
+  squares -= sum * sum * one_by_total;
+}
+
+struct Pipeline {
+  int groups, stages, joined;  // joined: the warps of a group, rounded up to a power of two
+};
+
+// How many columns of a row of `width` are those of warp `warp` of `threads` threads.
+template <int NV>
+__device__ __forceinline__ float columns_of(int warp, int threads, int width) {
+  int columns = 0;
 #pragma unroll
-  for (int v = 0; v < NV; ++v) mine[v] = static_cast<int>(v * blockDim.x + threadIdx.x) * kPack < width;
-  const auto fetch_turn = [&](int row, int stage) {
-    const int count = min(R, segments.tokens - row);
-    ring.open(stage, count);
-    ring.fetch(stage, 0, x_rows + row * p.x.row_stride, p.x.row_stride, count);
+  for (int v = 0; v < NV; ++v) columns += min(max(width - (v * threads + warp * 32) * kPack, 0), 32 * kPack);
+  return static_cast<float>(columns);
+}
+
+template <typename T, bool MEAN, bool TOKEN>
+__global__ void __launch_bounds__(Tile<T, TOKEN>::kMostThreads)
+    forward_rows(const LayerNormForward p, const Segments segments, const Pipeline pipeline) {
+  constexpr int NV = Tile<T, TOKEN>::kPacks;
+  using RowRing = Ring<T, TOKEN ? 3 : 1, NV>;  // x, scale, shift
+  extern __shared__ __align__(128) unsigned char memory[];
+  __shared__ uint64_t arrivals[kMostGroups][RowRing::kMostStages];
+  __shared__ float2 joints[2][Tile<T, TOKEN>::kMostThreads / 32];
+  const int width = static_cast<int>(p.shape.width), groups = pipeline.groups;
+  const Group group(groups);
+  const int64_t ring_bytes = pipeline.stages * RowRing::stage_bytes(width);
+  const RowRing ring = {memory + group.index * ring_bytes, arrivals[group.index], pipeline.stages, width,
+                        group.thread, group.threads};
+  const Place at(segments, blockIdx.x, TOKEN ? 1 : p.shape.rows);
+  const T* const x_rows = row_of<const T>(p.x, at.batch, at.first);
+  const T* const scale_rows = TOKEN ? row_of<const T>(p.scale, at.batch, 0) : nullptr;
+  const T* const shift_rows = TOKEN ? row_of<const T>(p.shift, at.batch, 0) : nullptr;
+  T* const y_rows = row_of<T>(p.y, at.batch, at.first);
+  const int64_t first_token = at.batch * p.shape.tokens + at.first;
+  const int step = segments.chunks * groups;
+  const bool scaled = TOKEN && p.scale.data != nullptr, shifted = TOKEN && p.shift.data != nullptr;
+  const auto fetch_row = [&](int row, int stage) {
+    if (!ring.copies()) return;
+    const int count = row < segments.tokens;
+    ring.open(stage, (1 + scaled + shifted) * count);
+    ring.fetch(stage, 0, x_rows + row * p.x.row_stride, width, count);
+    if (scaled) ring.fetch(stage, 1, scale_rows + row * p.scale.row_stride, width, count);
+    if (shifted) ring.fetch(stage, 2, shift_rows + row * p.shift.row_stride, width, count);
     ring.close();
   };
 
   ring.start();
-  const int first_row = at.chunk * R;
-  for (int stage = 0; stage < stages; ++stage) fetch_turn(first_row + stage * step, stage);
-  float gain[NV][kPack], offset[NV][kPack];
+  wait_for_previous_kernel();
+  const int first_row = at.chunk * groups + group.index;
+  for (int stage = 0; stage < ring.stages; ++stage) fetch_row(first_row + stage * step, stage);
+  float gain[NV][kPack], offset[NV][kPack], own = 0.f;  // own: how many columns are mine
+  bool mine[NV];
 #pragma unroll
   for (int v = 0; v < NV; ++v) {
-    load_affine<Access::neighbours>(p, at.batch, at.modulation_row, v * blockDim.x * kPack, gain[v], offset[v]);
+    const int first = group.first_column() + v * static_cast<int>(group.threads) * kPack;
+    mine[v] = static_cast<int>(v * group.threads + group.thread) * kPack < width;
+    own += mine[v] ? kPack : 0;
+    if (TOKEN) {
+      load_columns<Access::neighbours>(gain[v], p.scale_table, 0, 0, first, width, 0.f);
+      load_columns<Access::neighbours>(offset[v], p.shift_table, 0, 0, first, width, 0.f);
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) gain[v][i] += p.scale_offset;
+    } else {
+      load_affine<Access::neighbours>(p, at.batch, at.modulation_row, first, gain[v], offset[v]);
+    }
   }
 
-  int stage = 0, round = 0;
-  for (int row = first_row; row < segments.tokens; row += step) {
+  // After the barrier a lane reads the part of warp `other`.
+  const int warp = group.thread / 32, first_warp = group.index * group.threads / 32, warps = group.threads / 32;
+  const int other = threadIdx.x % pipeline.joined;
+  const float other_columns = other < warps ? columns_of<NV>(other, group.threads, width) : 0.f;
+  const float one_by_width = 1.f / width, one_by_own = 1.f / fmaxf(own, 1.f);
+  const float one_by_warp = 1.f / fmaxf(columns_of<NV>(warp, group.threads, width), 1.f);
+  int stage = 0, round = 0, parity = 0;
+  for (int row = first_row; row < segments.tokens; row += step, parity ^= 1) {
     ring.wait(stage, round);
-    Pack<T> packs[R][NV];
-    float mean[R], squares[R], x[kPack];
+    Pack<T> packs[NV], scale_packs[NV] = {}, shift_packs[NV] = {};
+    float x[kPack], mean = 0.f, squares = 0.f;
 #pragma unroll
-    for (int r = 0; r < R; ++r) {
-#pragma unroll
-      for (int v = 0; v < NV; ++v) packs[r][v] = ring.read(stage, r, v);
+    for (int v = 0; v < NV; ++v) {
+      packs[v] = ring.read(stage, 0, v);
+      if (scaled) scale_packs[v] = ring.read(stage, 1, v);
+      if (shifted) shift_packs[v] = ring.read(stage, 2, v);
     }
 #pragma unroll
-    for (int r = 0; r < R; ++r) {
-      mean[r] = 0.f;
+    for (int v = 0; MEAN && v < NV; ++v) {
+      packs[v].read(x);
+      const float sum = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+      mean += mine[v] ? sum : 0.f;
+    }
+    mean *= one_by_own;
 #pragma unroll
-      for (int v = 0; v < NV; ++v) {
-        packs[r][v].read(x);
-        const float sum = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
-        mean[r] += mine[v] ? sum : 0.f;
+    for (int v = 0; v < NV; ++v) {
+      keep_packed(packs[v]);
+      packs[v].read(x);
+      float sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) sum += (x[i] - mean) * (x[i] - mean);
+      squares += mine[v] ? sum : 0.f;
+    }
+    join<MEAN>(mean, squares, own, __shfl_sync(~0u, mean, 0), one_by_warp, 32);
+    if (threadIdx.x % 32 == 0) joints[parity][first_warp + warp] = make_float2(mean, squares);
+    group.wait();
+    fetch_row(row + ring.stages * step, stage);
+    const float2 joint = joints[parity][first_warp + min(other, warps - 1)];
+    const float about = joints[parity][first_warp].x;
+    mean = joint.x;
+    squares = other < warps ? joint.y : 0.f;
+    join<MEAN>(mean, squares, other_columns, about, one_by_width, pipeline.joined);
+    const float rstd = rsqrtf(squares * one_by_width + p.eps);
+    if (group.thread == 0) store_stats<MEAN>(p.stats, first_token + row, mean, rstd);
+#pragma unroll
+    for (int v = 0; v < NV; ++v) {
+      keep_packed(packs[v]);
+      packs[v].read(x);
+      if (TOKEN) {
+        float scale[kPack], shift[kPack];
+        scale_packs[v].read(scale);
+        shift_packs[v].read(shift);
+#pragma unroll
+        for (int i = 0; i < kPack; ++i) {
+          x[i] = (x[i] - mean) * rstd * (gain[v][i] + scale[i]) + (offset[v][i] + shift[i]);
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < kPack; ++i) x[i] = (x[i] - mean) * rstd * gain[v][i] + offset[v][i];
       }
+      if (mine[v]) store_pack(y_rows + row * p.y.row_stride + ring.column(v), x);
     }
-    block_sum<R, THREADS>(mean, buffer[0]);
-    fetch_turn(row + stages * step, stage);
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      mean[r] = divide(mean[r], width, one_by_width);
-      squares[r] = 0.f;
-#pragma unroll
-      for (int v = 0; v < NV; ++v) {
-        keep_packed(packs[r][v]);
-        packs[r][v].read(x);
-        float sum = 0.f;
-#pragma unroll
-        for (int i = 0; i < kPack; ++i) sum += (x[i] - mean[r]) * (x[i] - mean[r]);
-        squares[r] += mine[v] ? sum : 0.f;
-      }
-    }
-    block_sum<R, THREADS>(squares, buffer[1]);
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      if (row + r >= segments.tokens) break;
-      const float rstd = rsqrtf(squares[r] * one_by_width + p.eps);
-      if (threadIdx.x == 0) stats_rows[row + r] = make_float2(mean[r], rstd);
-#pragma unroll
-      for (int v = 0; v < NV; ++v) {
-        keep_packed(packs[r][v]);
-        packs[r][v].read(x);
-#pragma unroll
-        for (int i = 0; i < kPack; ++i) x[i] = (x[i] - mean[r]) * rstd * gain[v][i] + offset[v][i];
-        if (mine[v]) store_pack_once(y_rows + (row + r) * p.y.row_stride + ring.column(v), x);
-      }
-    }
-    if (++stage == stages) {
+    if (++stage == ring.stages) {
       stage = 0;
       ++round;
     }
   }
+  let_next_kernel_start();
 }
 
-template <Access A>
+template <Access A, bool MEAN>
 __global__ void __launch_bounds__(kMostAnyThreads) forward_any(const LayerNormForward p) {
   __shared__ float buffer[2][kMostAnyThreads / 32];
   const int width = static_cast<int>(p.shape.width), step = kPack * blockDim.x;
@@ -139,7 +194,7 @@ __global__ void __launch_bounds__(kMostAnyThreads) forward_any(const LayerNormFo
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
     const int64_t batch = row / p.shape.tokens, token = row % p.shape.tokens;
     float x[kPack], total[1] = {0.f}, squares[1] = {0.f};
-    for (int first = 0; first < width; first += step) {
+    for (int first = 0; MEAN && first < width; first += step) {
       load_columns<A>(x, p.x, batch, token, first, width, 0.f);
 #pragma unroll
       for (int i = 0; i < kPack; ++i) total[0] += x[i];
@@ -153,7 +208,7 @@ __global__ void __launch_bounds__(kMostAnyThreads) forward_any(const LayerNormFo
     }
     block_sum<1, kMostAnyThreads>(squares, buffer[1]);
     const float rstd = rsqrtf(squares[0] / width + p.eps);
-    if (threadIdx.x == 0) p.stats[row] = make_float2(mean, rstd);
+    if (threadIdx.x == 0) store_stats<MEAN>(p.stats, row, mean, rstd);
     for (int first = 0; first < width; first += step) {
       float gain[kPack], offset[kPack];
       load_columns<A>(x, p.x, batch, token, first, width, 0.f);
@@ -166,29 +221,47 @@ __global__ void __launch_bounds__(kMostAnyThreads) forward_any(const LayerNormFo
 }
 
 // false: the ring does not fit this GPU, or a row is too wide.
-template <typename T>
+template <typename T, bool MEAN, bool TOKEN>
 bool launch_rows(const LayerNormForward& p, cudaStream_t stream, cudaError_t* error) {
-  constexpr int R = sizeof(T) == 4 ? kTurnRows / 2 : kTurnRows;
-  const int threads = threads_for((p.shape.width + kPacks - 1) / kPacks);
-  const int blocks = std::max(1, kBusyThreads / threads);
-  const int64_t stage_bytes = Ring<T, R, kPacks>::stage_bytes(p.shape.width);
-  const int stages = stages_that_fit(stage_bytes, kStages, blocks);
-  if (stages == 0 || threads > kMostThreads) return false;
+  using Tiling = Tile<T, TOKEN>;
+  const int threads = threads_for((p.shape.width + Tiling::kPacks - 1) / Tiling::kPacks);
+  const int groups = std::clamp(Tiling::kMostThreads / threads, 1, kMostGroups);
+  const int64_t stage_bytes = groups * Ring<T, TOKEN ? 3 : 1, Tiling::kPacks>::stage_bytes(p.shape.width);
+  const int stages = stages_that_fit(stage_bytes, Tiling::kStages, 1);
+  if (stages == 0 || threads > Tiling::kMostThreads) return false;
+  int joined = 1;
+  while (joined * 32 < threads) joined *= 2;
   const int bytes = static_cast<int>(stages * stage_bytes);
-  auto kernel = forward_rows<T, R, kPacks, kMostThreads>;
+  auto kernel = forward_rows<T, MEAN, TOKEN>;
   *error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (*error != cudaSuccess) return true;
-  const Segments segments = cut(p.shape, blocks, R);
-  kernel<<<static_cast<unsigned>(segments.blocks()), threads, bytes, stream>>>(p, segments, stages);
-  *error = cudaGetLastError();
+  const Segments segments = cut(p.shape, 1, groups);
+  *error = launch_early(kernel, static_cast<unsigned>(segments.blocks()), groups * threads, bytes, stream, p, segments,
+                        Pipeline{groups, stages, joined});
   return true;
 }
 
+template <typename T>
+bool launch_rows(const LayerNormForward& p, bool per_token, cudaStream_t stream, cudaError_t* error) {
+  if constexpr (sizeof(T) == 2) {
+    if (per_token) return launch_rows<T, true, true>(p, stream, error);
+  }
+  return p.mean ? launch_rows<T, true, false>(p, stream, error) : launch_rows<T, false, false>(p, stream, error);
+}
+
+// false: nothing was launched, since these arrays do not allow rows in 16-byte pieces, or as above.
 bool launch_rows(const LayerNormForward& p, cudaStream_t stream, cudaError_t* error) {
+  const bool per_token = row_per_token(p.shape);
+  bool fits = p.shape.width % kPack == 0 && aligned(p.x) && aligned(p.y) && p.x.dtype == p.y.dtype;
+  if (per_token) {
+    fits = fits && p.mean && !p.weight.data && !p.bias.data && p.x.dtype != Dtype::float32;
+    for (const Array& a : {p.scale, p.shift}) fits = fits && aligned(a) && (!a.data || a.dtype == p.x.dtype);
+  }
+  if (!fits) return false;
   switch (p.x.dtype) {
-    case Dtype::float32: return launch_rows<float>(p, stream, error);
-    case Dtype::float16: return launch_rows<__half>(p, stream, error);
-    default: return launch_rows<__nv_bfloat16>(p, stream, error);
+    case Dtype::float32: return launch_rows<float>(p, per_token, stream, error);
+    case Dtype::float16: return launch_rows<__half>(p, per_token, stream, error);
+    default: return launch_rows<__nv_bfloat16>(p, per_token, stream, error);
   }
 }
 
@@ -197,21 +270,18 @@ bool launch_rows(const LayerNormForward& p, cudaStream_t stream, cudaError_t* er
 cudaError_t layer_norm_modulate_forward(const LayerNormForward& p, cudaStream_t stream) {
   const int64_t rows = p.shape.batch * p.shape.tokens;
   if (rows * p.shape.width == 0) return cudaSuccess;
-  const bool vectors = p.shape.width % kPack == 0 && aligned(p.x) && aligned(p.y);
   cudaError_t error = cudaSuccess;
-  if (vectors && !row_per_token(p.shape) && p.x.dtype == p.y.dtype && launch_rows(p, stream, &error)) return error;
+  if (launch_rows(p, stream, &error)) return error;
 
-  bool all_aligned = vectors;
-  for (const Array& a : {p.scale, p.shift, p.weight, p.bias, p.scale_table, p.shift_table}) {
+  bool all_aligned = p.shape.width % kPack == 0;
+  for (const Array& a : {p.x, p.y, p.scale, p.shift, p.weight, p.bias, p.scale_table, p.shift_table}) {
     all_aligned = all_aligned && aligned(a);
   }
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(rows, 1 << 30));
   const int threads = std::min(threads_for(p.shape.width), kMostAnyThreads);
-  if (all_aligned) {
-    forward_any<Access::pieces><<<blocks, threads, 0, stream>>>(p);
-  } else {
-    forward_any<Access::strided><<<blocks, threads, 0, stream>>>(p);
-  }
+  auto kernel = all_aligned ? forward_any<Access::pieces, true> : forward_any<Access::strided, true>;
+  if (!p.mean) kernel = all_aligned ? forward_any<Access::pieces, false> : forward_any<Access::strided, false>;
+  kernel<<<blocks, threads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 

@@ -20,7 +20,8 @@ __device__ __forceinline__ void load_factor(const P& p, int64_t batch, int64_t r
   for (int i = 0; i < kPack; ++i) factor[i] += table[i];
 }
 
-// gain and offset of my columns: xh * weight + bias, then * m + shift, is xh * (weight * m) + (bias * m + shift).
+// gain and offset of my columns: xh * weight + bias, then * m + shift, is xh * (weight * m) + (bias * m + shift), both
+// weight and m with their offsets.
 template <Access A, typename P>
 __device__ __forceinline__ void load_affine(const P& p, int64_t batch, int64_t row, int first, float (&gain)[kPack],
                                             float (&offset)[kPack]) {
@@ -34,9 +35,9 @@ __device__ __forceinline__ void load_affine(const P& p, int64_t batch, int64_t r
   load_columns<A>(bias, p.bias, 0, 0, first, width, 0.f);
 #pragma unroll
   for (int i = 0; i < kPack; ++i) {
-    gain[i] += 1.f + scale_table[i];
+    gain[i] += p.scale_offset + scale_table[i];
     offset[i] += shift_table[i] + bias[i] * gain[i];
-    gain[i] *= weight[i];
+    gain[i] *= weight[i] + p.weight_offset;
   }
 }
 
@@ -49,11 +50,11 @@ __device__ __forceinline__ void load_gain(const P& p, int64_t batch, int64_t row
   load_columns<A>(gain, p.scale, batch, row, first, width, 0.f);
   load_columns<A>(term, p.scale_table, 0, 0, first, width, 0.f);
 #pragma unroll
-  for (int i = 0; i < kPack; ++i) gain[i] += 1.f + term[i];
+  for (int i = 0; i < kPack; ++i) gain[i] += p.scale_offset + term[i];
   if (!weighted) return;
   load_columns<A>(term, p.weight, 0, 0, first, width, 1.f);
 #pragma unroll
-  for (int i = 0; i < kPack; ++i) gain[i] *= term[i];
+  for (int i = 0; i < kPack; ++i) gain[i] *= term[i] + p.weight_offset;
 }
 
 }  // namespace adaptiveload

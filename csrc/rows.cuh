@@ -82,16 +82,38 @@ __device__ __forceinline__ float warp_sum(float (&values)[N]) {
   return total;
 }
 
-// Adds N values (a power of two) over a block of at most THREADS threads, always in the same order; every thread gets
+// The threads that share a row: a whole block, or some whole warps of it, which wait for each other only.
+struct Block {
+  unsigned thread = threadIdx.x, threads = blockDim.x;
+
+  __device__ __forceinline__ void wait() const { __syncthreads(); }
+};
+struct Group {
+  unsigned index, thread, threads;
+
+  __device__ __forceinline__ Group(unsigned groups)
+      : index(threadIdx.x / (blockDim.x / groups)), thread(threadIdx.x % (blockDim.x / groups)),
+        threads(blockDim.x / groups) {}
+
+  // load_columns counts columns in the block; from here on they are those of the group.
+  __device__ __forceinline__ int first_column() const { return -static_cast<int>(index * threads) * kPack; }
+
+  // Barrier 0 is that of __syncthreads().
+  __device__ __forceinline__ void wait() const {
+    asm volatile("bar.sync %0, %1;" ::"r"(index + 1), "r"(threads) : "memory");
+  }
+};
+
+// Adds N values (a power of two) over the sharers, at most THREADS threads, always in the same order; every thread gets
 // the sums. One barrier: the next call must use another buffer (N * THREADS / 32 floats), the one after it may use this
 // one again.
-template <int N, int THREADS>
-__device__ __forceinline__ void block_sum(float (&values)[N], float* buffer) {
+template <int N, int THREADS, typename Sharers = Block>
+__device__ __forceinline__ void block_sum(float (&values)[N], float* buffer, const Sharers& sharers = {}) {
   constexpr int kGroup = 32 / N;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const int lane = threadIdx.x % 32, warp = sharers.thread / 32, warps = sharers.threads / 32;
   float total = warp_sum<N>(values);
   if (lane % kGroup == 0) buffer[warp * N + lane / kGroup] = total;
-  __syncthreads();
+  sharers.wait();
   total = 0.f;
 #pragma unroll
   for (int w = 0; w < THREADS / 32; w += kGroup) {
@@ -119,13 +141,14 @@ struct Ring {
   unsigned char* rows;  // [stages][ROWS][width]
   uint64_t* arrivals;   // [kMostStages]: barriers that count the bytes of a stage
   int stages, width;
+  unsigned thread = threadIdx.x, threads = blockDim.x;  // of those that use this ring
 
   // Where my pack `v` of a row begins; threads beyond the width look at the last pack and must not use what they see.
   __device__ __forceinline__ int column(int v) const {
-    return min(static_cast<int>(v * blockDim.x + threadIdx.x) * kPack, width - kPack);
+    return min(static_cast<int>(v * threads + thread) * kPack, width - kPack);
   }
 
-  static int64_t stage_bytes(int64_t width) { return ROWS * width * static_cast<int64_t>(sizeof(T)); }
+  static __host__ __device__ int64_t stage_bytes(int64_t width) { return ROWS * width * static_cast<int64_t>(sizeof(T)); }
 
   __device__ __forceinline__ unsigned char* row_at(int stage, int row) const {
     return rows + (stage * ROWS + row) * width * static_cast<int>(sizeof(T));
@@ -139,7 +162,7 @@ struct Ring {
     return static_cast<unsigned>(__cvta_generic_to_shared(address));
   }
   __device__ __forceinline__ void start() const {
-    if (threadIdx.x == 0) {
+    if (thread == 0) {
       for (int stage = 0; stage < stages; ++stage) {
         asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared(arrivals + stage)) : "memory");
       }
@@ -147,9 +170,11 @@ struct Ring {
     }
     __syncthreads();
   }
+  // Does this thread take part in fetching? Asked once around it, so that the others jump over all of it.
+  __device__ __forceinline__ bool copies() const { return thread == 0; }
   // Announces that `count` rows of a stage will come. All its readers must have passed a barrier since they read it.
   __device__ __forceinline__ void open(int stage, int count) const {
-    if (threadIdx.x != 0 || count <= 0) return;
+    if (thread != 0 || count <= 0) return;
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared(arrivals + stage)),
                  "r"(count * width * static_cast<int>(sizeof(T)))
                  : "memory");
@@ -163,7 +188,7 @@ struct Ring {
   }
   // One copy where rows lie side by side: issuing a copy for each costs the one thread that does it too much.
   __device__ __forceinline__ void fetch(int stage, int first, const T* from, int64_t stride, int count) const {
-    if (threadIdx.x != 0 || count <= 0) return;
+    if (thread != 0 || count <= 0) return;
     if (stride == width) {
       copy(stage, first, from, count * width);
     } else {
@@ -185,6 +210,7 @@ struct Ring {
   }
 #else
   __device__ __forceinline__ void start() const {}
+  __device__ __forceinline__ bool copies() const { return true; }
   __device__ __forceinline__ void open(int, int) const {}
   __device__ __forceinline__ void fetch(int stage, int first, const T* from, int64_t stride, int count) const {
 #pragma unroll

@@ -24,7 +24,7 @@ std::tuple<Tensor, Tensor> layer_norm_modulate(const Tensor& x, const Optional& 
   p.scale_table = array_of(scale_table, shape, kColumns, "scale_table", x, copies);
   p.shift_table = array_of(shift_table, shape, kColumns, "shift_table", x, copies);
   p.y = array_of(y, shape, shape.tokens);
-  p.stats = static_cast<float2*>(stats.data_ptr());
+  p.stats = static_cast<float*>(stats.data_ptr());
   check(adaptiveload::layer_norm_modulate_forward(p, current_stream(x)), "layer_norm_modulate");
   return {y, stats};
 }
@@ -42,7 +42,7 @@ std::vector<Tensor> layer_norm_modulate_backward(const Tensor& grad, const Tenso
   p.shape = shape;
   p.grad = array_of(grad, shape, shape.tokens, "grad", x, copies);
   p.x = array_of(x, shape, shape.tokens, "x", x, copies);
-  p.stats = static_cast<const float2*>(stats.data_ptr());
+  p.stats = static_cast<const float*>(stats.data_ptr());
   p.scale = array_of(scale, shape, shape.rows, "scale", x, copies);
   p.weight = array_of(weight, shape, kColumns, "weight", x, copies);
   p.bias = array_of(bias, shape, kColumns, "bias", x, copies);
