@@ -96,6 +96,15 @@ def test_absent_operands_drop_out(names):
     check_norm(inputs, out_dtype=torch.bfloat16)
 
 
+@pytest.mark.parametrize("name", ["scale", "shift"])
+@pytest.mark.parametrize("width", [72, 1536])
+def test_scale_or_shift_alone_may_have_a_row_per_token(name, width):
+    inputs = {"x": make_x(2, 19, width, torch.bfloat16, DEVICE)}
+    inputs[name] = make_modulation(2, 19, width, torch.bfloat16, DEVICE)
+    inputs[f"{name}_table"] = make_columns(width, DEVICE)
+    check_norm(inputs, out_dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize("gate", [None, 1, 5, 40])
 @pytest.mark.parametrize("table", [False, True])
 @pytest.mark.parametrize("width", [64, 33, 4608])
