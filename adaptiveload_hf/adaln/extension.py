@@ -7,6 +7,7 @@ import torch
 
 OPS_WITH_KERNELS = (
     "layer_norm_modulate",
+    "rms_norm_modulate",
     "gate_residual",
     "gate_residual_layer_norm_modulate",
     "rms_norm_rope",
