@@ -26,7 +26,7 @@ def window_of(balance: str) -> int:
     """
     if balance in ("none", "step"):
         return int(balance == "step")
-    if not re.fullmatch(r"window:[1-9]\d*", balance):
+    if not isinstance(balance, str) or not re.fullmatch(r"window:[1-9]\d*", balance):
         raise UserError(f"balance is none, step, window:n (such as window:8) or auto, but found {balance!r}.")
     return int(balance.removeprefix("window:"))
 
@@ -69,6 +69,7 @@ def cut_evenly(
 
 def _blocks(cost: np.ndarray, length: int) -> list[tuple[int, np.ndarray]]:
     """The whole windows, [windows, length], and the shorter one that is left, each with where it begins."""
+    length = min(length, len(cost))
     whole = len(cost) // length * length
     blocks = [(0, cost[:whole].reshape(-1, length)), (whole, cost[whole:].reshape(1, -1))]
     return [(first, block) for first, block in blocks if block.size]

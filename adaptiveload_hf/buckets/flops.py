@@ -58,10 +58,15 @@ def count_flops(config, text_tokens: int | None = None) -> Counted:
     text = family.text_tokens(keys) if text_tokens is None else text_tokens
     if isinstance(text, bool) or not isinstance(text, int) or text < 0:
         raise UserError(f"text_tokens must be a whole number of at least 0, but it is {text!r}.")
-    geometry = TokenGeometry(family.patch_size(keys), text if family.text_joins else 0)
-    visual = Polynomial([-geometry.text_tokens, 1])
-    width = keys["num_attention_heads"] * keys["attention_head_dim"]
-    work = family.count(keys, width, visual, text, math.prod(geometry.patch_size))
+    try:
+        geometry = TokenGeometry(family.patch_size(keys), text if family.text_joins else 0)
+        visual = Polynomial([-geometry.text_tokens, 1])
+        width = keys["num_attention_heads"] * keys["attention_head_dim"]
+        work = family.count(keys, width, visual, text, math.prod(geometry.patch_size))
+    except (TypeError, ValueError) as error:  # a list for a number, or words
+        raise UserError(
+            f"A value in the config is not what a {family.model_class} has: {error}. Correct the config."
+        ) from None
     # A model that drops its text early has a small negative c0; a cost model has none.
     c0, c1, c2 = (max(0.0, float(c)) for c in (_TERAFLOP_OF_A_STEP * work).coef)
     return Counted(family.model_class, geometry, FlopCount(0.0, c0, c1, c2))

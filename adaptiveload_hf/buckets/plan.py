@@ -270,7 +270,9 @@ def _given(shapes: tuple[LatentShape, ...], policy: str, given: Mapping) -> np.n
     names = [str(shape) for shape in shapes]
     unknown = sorted(set(given) - set(names))
     missing = [name for name in names if name not in given] if policy == "fixed" else []
-    wrong = {name: size for name, size in given.items() if not isinstance(size, (int, np.integer)) or size < 1}
+    wrong = {
+        name: size for name, size in given.items() if not isinstance(size, (int, np.integer)) or not 0 < size < 1 << 31
+    }
     if unknown or missing or wrong:
         raise UserError(
             f"batch_sizes maps shapes of the dataset ({', '.join(names)}) to whole numbers from 1 on; unknown: "

@@ -253,6 +253,7 @@ class BucketDataLoader(DataLoaderStateMixin):
         check_run(self.schedule, self.accelerator)
         # accelerate's own count may be out of phase: restored under another K, or left inside an optimizer step.
         self.accelerator.step = self._position
+        self._visit += 1
         visit = self._visit
         self._batches.first_micro_step = self._position
         self._generator.manual_seed(self.seed + self.epoch)
@@ -260,7 +261,10 @@ class BucketDataLoader(DataLoaderStateMixin):
         try:
             for batch in self._loader:
                 if visit != self._visit:
-                    raise UserError("The epoch or state was changed inside the loader's own loop. Do it outside.")
+                    raise UserError(
+                        "The epoch or state was changed inside the loader's own loop, or another loop begun. Let one "
+                        "loop at a time run, and change them outside."
+                    )
                 yield self._hand_out(batch)
         finally:
             self.end()

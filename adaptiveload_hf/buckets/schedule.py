@@ -12,6 +12,7 @@ import numpy as np
 from ..errors import UserError
 from .cost import CostModel, cost_model_from_dict
 from .deal import best_balance, cut_evenly, deal, is_wide, window_of
+from .shapes import check_repeats
 
 LOSS_NORMALIZATIONS = ("token", "sample", "none")
 
@@ -169,6 +170,8 @@ def schedule_epoch(
 
 
 def _random(seed: int, epoch: int, stream: int) -> np.random.Generator:
+    if not all(isinstance(number, (int, np.integer)) and number >= 0 for number in (seed, epoch)):
+        raise UserError(f"seed and epoch are whole numbers from 0 on, but found {seed!r} and {epoch!r}.")
     return np.random.default_rng([seed, epoch, stream])
 
 
@@ -217,9 +220,7 @@ def _occurrences(samples: int, repeats, random: np.random.Generator) -> np.ndarr
     """Sample indices, each floor or ceil of its repeats times, round(sum(repeats)) in all. None: everyone once."""
     if repeats is None or samples == 0:
         return None
-    repeats = np.asarray(repeats, dtype=np.float64)
-    if repeats.shape != (samples,) or not np.isfinite(repeats).all() or repeats.min() < 0:
-        raise UserError(f"repeats must be {samples} numbers of at least 0, one a sample, but found {repeats}.")
+    repeats = check_repeats(repeats, samples)
     whole = np.floor(repeats).astype(np.int64)
     # Systematic sampling: one random offset, so the number of roundings up is exact and each is as likely as its
     # fraction. The offset's range makes that number the rounded sum.

@@ -91,13 +91,24 @@ def index_shapes(sizes: np.ndarray) -> BucketIndex:
 
     Args:
         sizes: int [samples, 3], frames, height, width.
+
+    Raises:
+        UserError: no samples, or another array.
     """
-    sizes = np.asarray(sizes, dtype=np.int64)
-    if len(sizes) == 0:
+    sizes = np.asarray(sizes)
+    if sizes.size == 0:
         raise UserError("Expected at least one sample, but the dataset is empty. Prepare the dataset again.")
+    if sizes.ndim != 2 or sizes.shape[1] != 3 or sizes.dtype.kind not in "iu":
+        raise UserError(
+            "Sizes are whole numbers [samples, 3]: frames, height, width, without channels. Found "
+            f"{sizes.dtype} {list(sizes.shape)}."
+        )
+    sizes = sizes.astype(np.int64, copy=False)
     if sizes.min() < 1 or sizes.max() >= 1 << 20:
         row = int(np.argmax(((sizes < 1) | (sizes >= 1 << 20)).any(axis=1)))
-        raise UserError(f"Sample {row} has the latent shape {tuple(sizes[row].tolist())}: sizes must be 1 or more.")
+        raise UserError(
+            f"Sample {row} has the latent shape {tuple(sizes[row].tolist())}: sizes must be 1 or more, below 2^20."
+        )
     # One integer per row, so that grouping is one sort of numbers, in the order of (frames, height, width).
     keys, bucket_of_sample = np.unique((sizes[:, 0] << 40) | (sizes[:, 1] << 20) | sizes[:, 2], return_inverse=True)
     mask = (1 << 20) - 1
@@ -125,16 +136,26 @@ def read_shapes(dataset) -> BucketIndex:
     if len(dataset) == 0:
         return index_shapes(np.empty((0, 3)))
     import pyarrow.compute
+    from pyarrow import types
 
     column = _read_column(dataset, "latent_shape").combine_chunks()
-    lengths = np.asarray(pyarrow.compute.list_value_length(column).fill_null(0))
-    if (lengths != 4).any():
-        row = int(np.argmax(lengths != 4))
+    of_lists = types.is_list(column.type) or types.is_large_list(column.type) or types.is_fixed_size_list(column.type)
+    if not of_lists or not types.is_integer(column.type.value_type):
+        raise UserError(
+            f"latent_shape must be [C, F, H, W], four whole numbers, but the column holds {column.type}. Save it as "
+            "lists of integers."
+        )
+    wrong = np.asarray(pyarrow.compute.list_value_length(column).fill_null(0)) != 4
+    values = column.flatten()
+    if values.null_count and not wrong.any():
+        wrong = np.asarray(values.is_null()).reshape(-1, 4).any(axis=1)
+    if wrong.any():
+        row = int(np.argmax(wrong))
         raise UserError(
             f"latent_shape must be [C, F, H, W], but sample {row} has {column[row].as_py()}. "
             "A still has F = 1. Mend or drop that row."
         )
-    return index_shapes(column.flatten().to_numpy(zero_copy_only=False).reshape(-1, 4)[:, 1:])
+    return index_shapes(values.to_numpy(zero_copy_only=False).reshape(-1, 4)[:, 1:])
 
 
 def _read_column(dataset, name: str):
@@ -150,6 +171,17 @@ def shape_counts(index: BucketIndex, repeats: np.ndarray | None = None) -> dict[
     return dict(zip(index.shapes, np.rint(counts).astype(np.int64).tolist()))
 
 
+def check_repeats(repeats, samples: int) -> np.ndarray:
+    """`repeats` as float64 [samples]; a UserError if they are not that, or cannot be numbers of occurrences."""
+    try:
+        numbers = np.asarray(repeats, dtype=np.float64)
+    except (TypeError, ValueError):
+        numbers = np.empty(0)
+    if numbers.shape != (samples,) or not np.isfinite(numbers).all() or (numbers < 0).any():
+        raise UserError(f"repeats must be {samples} numbers of at least 0, one a sample, but found {repeats}.")
+    return numbers
+
+
 def dataset_fingerprint(dataset, index: BucketIndex, repeats: np.ndarray | None = None) -> str:
     """Number of samples and a hash of their shapes, repeats and, where there is such a column, files, in order.
 
@@ -158,7 +190,7 @@ def dataset_fingerprint(dataset, index: BucketIndex, repeats: np.ndarray | None 
     digest = hashlib.blake2b(" ".join(map(str, index.shapes)).encode(), digest_size=8)
     digest.update(np.ascontiguousarray(index.bucket_of_sample, dtype="<i8"))
     if repeats is not None:
-        digest.update(np.ascontiguousarray(repeats, dtype="<f8"))
+        digest.update(np.ascontiguousarray(check_repeats(repeats, len(index.bucket_of_sample)), dtype="<f8"))
     if "file" in (getattr(dataset, "column_names", None) or ()):
         for part in _read_column(dataset, "file").chunks:
             digest.update("".join(f"{name}\0" for name in part.to_pylist()).encode())
@@ -172,7 +204,7 @@ def load_prepared(path: str | Path):
         A `datasets.Dataset`.
 
     Raises:
-        UserError: there is no such dataset, or it is empty.
+        UserError: there is no such dataset, or it is damaged or empty.
     """
     import datasets
 
@@ -184,7 +216,14 @@ def load_prepared(path: str | Path):
             f"Expected a prepared dataset in {path}, but found none there. "
             "Run recipes/prepare_dataset.py with this --output_dir first."
         )
-    # `datasets` saves an empty table, but cannot load it.
-    if not json.loads((folder / "state.json").read_text())["_data_files"]:
+    try:
+        # `datasets` saves an empty table, but cannot load it.
+        filled = bool(json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"])
+        dataset = datasets.load_from_disk(str(folder)) if filled else None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"The dataset in {folder} is not whole: {error}. Run recipes/prepare_dataset.py again, with --overwrite."
+        ) from None
+    if dataset is None:
         raise UserError(f"The dataset in {folder} is empty. See prepare_report.json beside it for what was refused.")
-    return datasets.load_from_disk(str(folder))
+    return dataset

@@ -158,7 +158,7 @@ def _sample(stream: BinaryIO, name: str, key: str, parts: dict, problems: list[s
     except UserError as error:
         problems.append(f"{name}: {key} at byte {offset}: {error}")
         return None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         problems.append(f"{name}: the json of {key} at byte {parts[_JSON][0]}: {error}")
         return None
     values = {"caption": caption, "path": name, "offset": offset, "size": size, "json": json.dumps(told)}

@@ -48,6 +48,12 @@ def test_places_inside_a_window_are_drawn_at_random():
     assert counts.min() > 190 and counts.max() < 310
 
 
+def test_a_window_of_more_than_the_epoch_is_the_epoch():
+    arrays = np.arange(24.0), np.arange(24)
+    orders = [deal(*arrays, 4, 2, balance, np.random.default_rng(0)) for balance in ("window:3", f"window:{10**30}")]
+    assert (orders[0] == orders[1]).all()
+
+
 def test_none_leaves_the_order_as_it_is():
     cost, _ = dealt(5, "none")
     assert np.array_equal(cost.reshape(-1), np.random.default_rng(5).random(5 * GROUP))

@@ -108,6 +108,9 @@ def test_what_is_not_understood_names_the_keys_that_were_looked_for(tmp_path):
         flops_cost(wan(vace_layers=[0, 5]))
     with pytest.raises(UserError, match="ffn_dim of a transformer's config must be above 0, but it is None"):
         flops_cost(wan(ffn_dim=None))
+    for wrong in ({"patch_size": 2}, {"num_attention_heads": [1, 2]}, {"out_channels": "x"}):
+        with pytest.raises(UserError, match="A value in the config is not what a WanTransformer3DModel has"):
+            flops_cost(wan(**wrong))
     with pytest.raises(UserError, match=r"Expected a transformer's config in .*config.json"):
         flops_cost(tmp_path)
     (tmp_path / "config.json").write_text("{")

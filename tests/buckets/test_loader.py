@@ -230,6 +230,17 @@ def test_the_epoch_must_not_change_inside_the_loaders_own_loop():
             loader.set_epoch(7)
 
 
+def test_a_loop_does_not_go_on_after_another_was_begun():
+    loader = make()
+    first, second = iter(loader), iter(loader)
+    begun = [next(first), next(second)]
+    with pytest.raises(UserError, match="another loop begun"):
+        next(first)
+    seen = [*begun, *second]
+    assert sorted(chain(*numbers(seen))) == list(range(sum(COUNTS)))
+    assert all(batch["sample_index"].tolist() == batch["number"].tolist() for batch in seen)
+
+
 def test_dropping_a_loader_does_not_wait_for_its_workers():
     loader = make(num_workers=2, persistent_workers=True)
     next(iter(loader))
@@ -244,6 +255,9 @@ def test_wrong_arguments_are_refused():
         make(on_dataset_change="ignore")
     with pytest.raises(UserError, match="the dataset has 5 samples, shapes 57"):
         make(dataset=NumberedRows(5))
+    for repeats in ([1.0] * 5, np.full(57, np.nan)):
+        with pytest.raises(UserError, match="repeats must be 57 numbers of at least 0"):
+            make(repeats=repeats)
     with pytest.raises(UserError, match="8 micro-steps, but the dataset has 5 samples"):
         make(accumulation=8, counts=(5,))
 

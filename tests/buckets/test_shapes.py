@@ -91,6 +91,28 @@ def test_a_row_that_is_no_latent_shape_is_named():
         read_shapes(table([[16, 1, 8, 8], [16, 0, 8, 8]]))
 
 
+@pytest.mark.parametrize("column", [["16x1x8x8"], [5], [[16, 1, 8, 8.5]], [[[16], [1], [8], [8]]], [None]])
+def test_a_column_of_other_things_than_whole_numbers_is_refused(column):
+    with pytest.raises(UserError, match="four whole numbers, but the column holds"):
+        read_shapes(datasets.Dataset.from_dict({"latent_shape": column}))
+
+
+def test_a_size_that_is_missing_is_named():
+    with pytest.raises(UserError, match=r"sample 1 has \[16, 1, None, 8\]"):
+        read_shapes(table([[16, 1, 8, 8], [16, 1, None, 8]]))
+
+
+@pytest.mark.parametrize("sizes", [[[16, 1, 8, 8]], [1, 8, 8], [[1, 8, 8.5]], [["1", "8", "8"]]])
+def test_sizes_that_are_not_three_whole_numbers_a_sample_are_refused(sizes):
+    with pytest.raises(UserError, match="frames, height, width, without channels"):
+        index_shapes(np.array(sizes))
+
+
+def test_a_size_over_the_limit_is_named():
+    with pytest.raises(UserError, match=r"Sample 1 has the latent shape \(1, 1048576, 8\).*below 2\^20"):
+        index_shapes(np.array([[1, 8, 8], [1, 1 << 20, 8]]))
+
+
 def test_an_empty_dataset_is_refused():
     with pytest.raises(UserError, match="empty"):
         read_shapes(table([[16, 1, 8, 8]]).select([]))
@@ -113,6 +135,15 @@ def test_an_absent_or_empty_prepared_dataset_is_refused(tmp_path):
         load_prepared(tmp_path)
     table([[16, 1, 8, 8]]).select([]).save_to_disk(str(tmp_path / "dataset"))
     with pytest.raises(UserError, match="is empty"):
+        load_prepared(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["state.json", "dataset_info.json", "data-00000-of-00001.arrow"])
+def test_a_prepared_dataset_that_is_damaged_is_refused(tmp_path, file):
+    save_prepared(tmp_path, {"1x8x8": 2}, channels=4)
+    damaged = tmp_path / "dataset" / file
+    damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
+    with pytest.raises(UserError, match="is not whole"):
         load_prepared(tmp_path)
 
 

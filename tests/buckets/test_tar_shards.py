@@ -110,6 +110,7 @@ def edited(**changes):
         (edited(json=None), "0.tar: b has no b.json"),
         (edited(latent=None), "0.tar: b has no b.latent.safetensors"),
         (edited(json=b"{"), "0.tar: the json of b at byte "),
+        (edited(json=b"[" * 100_000), "0.tar: the json of b at byte "),
         (edited(json=b"[1]"), "its json is a list, not an object"),
         (edited(json=b'{"caption": "\\ud800"}'), "0.tar: the json of b at byte "),
         (edited(latent=b""), ": 0 bytes that are not a whole safetensors file"),
