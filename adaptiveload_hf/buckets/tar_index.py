@@ -46,12 +46,14 @@ def open_index(root: Path, shards: list[Path], index: str | Path | None):
 
 
 def _problems_of(index: Path, stamp: list) -> list[str] | None:
-    """The problems that an index notes; None if there is no index, or not of these shards as they are now."""
+    """The problems that an index notes; None if there is no whole index, or not of these shards as they are now."""
     import pyarrow
 
     try:
-        with pyarrow.ipc.open_stream(index) as stream:
+        with pyarrow.memory_map(str(index)) as file, pyarrow.ipc.open_stream(file) as stream:
             noted = json.loads((stream.schema.metadata or {}).get(b"adaptiveload", b"{}"))
+            for _ in stream:  # mapped, so this finds where an index was cut, and reads no rows
+                pass
     except (OSError, pyarrow.ArrowInvalid):
         return None
     same = noted.get("format_version") == _FORMAT_VERSION and noted.get("shards") == stamp
