@@ -82,6 +82,7 @@ def fit(
       adaptiveload fit config/measurements.jsonl --output config
     """
     from .buckets.cost import read_measurements
+    from .buckets.fit import describe_measurements, fit_cost_model
     from .config import BucketConfig
     from .config_file import CONFIG_FILE
 
@@ -95,13 +96,10 @@ def fit(
         geometry = known.geometry
     else:
         geometry = _geometry(patch_size, text_tokens)
-    config = BucketConfig.from_measurements(measured, geometry=geometry, **origin)
+    fitted = fit_cost_model(measured)
+    config = BucketConfig.from_measurements(measured, geometry=geometry, fit=fitted, **origin)
     config.save_pretrained(output)
-    laws = {"cost_model": config.config["cost_model"], "power_law": config.config["power_law"]}
-    if as_json:
-        _print_json({**laws, "memory_model": config.config["memory_model"], "measurements": len(measured)})
-    else:
-        _print_table(("law", "kind", "parameters", "median error", "largest", "left out"), _law_rows(laws))
+    _print_fit(config, fitted, describe_measurements(measured), as_json)
     _say(f"{len(measured)} measurements fitted; the bucket config is in {output}")
     _say_next("adaptiveload", "plan", str(output), "--dataset", "PREPARED", "--world-size", "8")
 
@@ -297,6 +295,26 @@ def _geometry(patch_size, text_tokens):
     except ValueError:
         raise typer.BadParameter(f"--patch-size takes three numbers such as 1x2x2, not {patch_size!r}") from None
     return TokenGeometry((frames, height, width), text_tokens)
+
+
+def _print_fit(config, fitted, findings, as_json):
+    """The laws, how sure their parameters are, and on stderr what strays and what is to be known."""
+    from .buckets.fit import find_outliers, parameter_confidence
+
+    laws = {"cost_model": config.config["cost_model"], "power_law": config.config["power_law"]}
+    confidence, outliers = parameter_confidence(fitted), find_outliers(fitted)
+    if as_json:
+        details = {"confidence": confidence, "outliers": list(map(asdict, outliers)), "findings": findings}
+        counts = {"memory_model": config.config["memory_model"], "measurements": len(config.measurements)}
+        _print_json({**laws, **counts, **details})
+    else:
+        _print_table(("law", "kind", "parameters", "median error", "largest", "left out"), _law_rows(laws))
+        print()
+        rows = [(name, f"{fitted.model.parameters[name]:.4g}", f"{low:.4g}", f"{high:.4g}")
+                for name, (low, high) in confidence.items()]  # fmt: skip
+        _print_table(("parameter of the law used", "value", "90% from", "to"), rows)
+    for words in (*outliers, *findings):
+        _say(str(words))
 
 
 def _law_rows(laws):

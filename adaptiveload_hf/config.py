@@ -8,7 +8,8 @@ from pathlib import Path
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.utils import PushToHubMixin
 
-from .buckets.cost import MemoryModel, cost_model_from_dict, fit_cost_model, fit_memory_model
+from .buckets.cost import MemoryModel, cost_model_from_dict
+from .buckets.fit import fit_cost_model, fit_memory_model
 from .buckets.flops import count_flops
 from .buckets.plan import BucketPlan, make_plan
 from .buckets.shapes import LatentShape, TokenGeometry
@@ -77,7 +78,7 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         check_tokens(self.measurements, self.geometry)
 
     @classmethod
-    def from_measurements(cls, measurements, *, model, environment, geometry, example_plan=None):
+    def from_measurements(cls, measurements, *, model, environment, geometry, example_plan=None, fit=None):
         """
         Fit the cost law (and the memory law where memory was measured).
 
@@ -88,6 +89,7 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
                 `dtype`, `activation_checkpointing`, `patched`, `lora`, `gradient_accumulation_steps`, `versions`.
             geometry: `TokenGeometry` of the model.
             example_plan: `BucketPlan` of the author's own data.
+            fit: the `CostFit` to save, where it was made already.
 
         Raises:
             UserError: tokens of a measurement are not what `geometry` gives; or nothing can be fitted.
@@ -96,8 +98,10 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         if not is_hub_id(model.get("base_model")):
             model.pop("base_model", None)
         fields = {"model": plain(model, "model"), "environment": plain(environment, "environment")}
-        fit = fit_cost_model(measurements)
-        memory = fit_memory_model(measurements) if any(m.peak_gib > 0 for m in measurements) else None
+        fit = fit or fit_cost_model(measurements)
+        memory = None
+        if any(m.peak_gib > 0 for m in measurements):
+            memory = fit_memory_model(measurements, environment.get("gpu_memory_gib"))
         return cls(
             format_version=FORMAT_VERSION,
             **fields,

@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,21 @@ def test_fit_writes_a_config_and_prints_its_laws(run, files):
     assert "roofline" in out and "power_law" in out
     assert err.splitlines()[-1] == "next: adaptiveload plan fitted --dataset PREPARED --world-size 8"
     assert BucketConfig.from_pretrained(files / "fitted").measurements == measure()
+
+
+def test_fit_says_how_sure_it_is_and_what_strays_and_contradicts_itself(run, files):
+    strange = [replace(measure()[3], seconds=9.0), replace(measure()[4], peak_gib=9.9), *measure()[4:]]
+    lines = [m.to_json() for m in [*measure()[:3], *strange]]
+    (files / "strange.jsonl").write_text("\n".join(lines))
+    status, out, err = run("fit", "strange.jsonl", "--output", "strange")
+    assert status == 0
+    assert re.search(r"\nfloor +0\.4 +0\.\d+ +0\.\d+\n", out)
+    assert "5x60x104 at batch size 1 took 9 s, " in err
+    assert "5x60x104 at batch size 4 was measured at 6.12 to 9.90 GiB; the higher is used." in err
+    found = json.loads(run("fit", "strange.jsonl", "--output", "strange", "--json")[1])
+    assert set(found["confidence"]) == set(found["cost_model"]["parameters"])
+    assert [stray["name"] for stray in found["outliers"]] == ["5x60x104 at batch size 1"]
+    assert len(found["findings"]) == 1
 
 
 def test_fit_beside_a_config_keeps_its_model_and_environment(run, files):

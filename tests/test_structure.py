@@ -35,6 +35,7 @@ LAYERS = [
         "adaln.gradients",
         "adaln.patterns",
         "buckets.deal",
+        "buckets.fit",
         "buckets.flops",
         "buckets.sample_rows",
         "buckets.state",

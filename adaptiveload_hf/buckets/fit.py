@@ -1,0 +1,347 @@
+"""Which law do timed steps follow, how sure are its parameters, and which steps stray from it?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ..errors import UserError
+from .cost import Additive, CostModel, Measurement, MemoryModel, PowerLaw, Roofline
+
+# S is divided by this while fitting, so that all coefficients are of the same order.
+_TOKEN_SCALE = 1e4
+# Compute-bound steps repeat within about 2% (NVIDIA H200, tests/data); launch-bound ones stray by 20% and more.
+_LEAST_RESIDUAL_SCALE = 0.02
+# Steps shorter than this many times the shortest one may still be on the floor.
+_ABOVE_FLOOR = 1.5
+_LEAST_STRAY = 0.1
+_HIGHEST_EXPONENT = 4.0
+_FITTED: dict[str, type[CostModel]] = {model.kind: model for model in (PowerLaw, Additive, Roofline)}
+
+
+@dataclass(frozen=True)
+class TimedSteps:
+    """Steps of K micro-steps on W ranks, which wait for their slowest in each micro-step.
+
+    Args:
+        batch_size, tokens: B and S of each micro-batch, float64 [steps, K, W].
+        seconds: of each step, float64 [steps].
+        names: what a message calls each step.
+        held_out: int [steps]; equal ones are left out together to measure the error on steps that a fit has not seen.
+    """
+
+    batch_size: np.ndarray
+    tokens: np.ndarray
+    seconds: np.ndarray
+    names: tuple[str, ...]
+    held_out: np.ndarray
+
+    def predict(self, model: CostModel) -> np.ndarray:
+        """Seconds of each step, float64 [steps]: the sum over micro-steps of the maximum over ranks."""
+        return model.seconds(self.batch_size, self.tokens).max(axis=2).sum(axis=1)
+
+    def take(self, rows: np.ndarray) -> TimedSteps:
+        """The steps where `rows`, bool [steps], is true."""
+        names = tuple(name for name, taken in zip(self.names, rows) if taken)
+        return TimedSteps(self.batch_size[rows], self.tokens[rows], self.seconds[rows], names, self.held_out[rows])
+
+
+@dataclass(frozen=True)
+class CandidateFit:
+    """One form, fitted to all steps. Errors are |predicted / measured - 1|.
+
+    median_error, max_error: over the fitted steps.
+    leave_one_out_error: mean over the held-out groups (shapes) of the median error on a group the fit did not see.
+    """
+
+    model: CostModel
+    median_error: float
+    max_error: float
+    leave_one_out_error: float
+
+
+@dataclass(frozen=True)
+class CostFit:
+    """The chosen form, every form that was tried, and the steps they were fitted to."""
+
+    model: CostModel
+    candidates: dict[str, CandidateFit]
+    power_law: PowerLaw
+    steps: TimedSteps = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Outlier:
+    """A step that the law misses by far more than the others."""
+
+    name: str
+    seconds: float
+    predicted_seconds: float
+
+    def __str__(self):
+        off = self.seconds / self.predicted_seconds - 1
+        return (
+            f"{self.name} took {self.seconds:.4g} s, {abs(off):.0%} {'more' if off > 0 else 'less'} than the law's "
+            f"{self.predicted_seconds:.4g} s."
+        )
+
+
+def fit_cost_model(measurements: Sequence[Measurement], kinds: str | Sequence[str] = "all") -> CostFit:
+    """Fits seconds(B, S) and chooses the form that best predicts shapes it has not seen.
+
+    Minimises the robust (Cauchy) loss of predicted / measured - 1 with non-negative parameters. The form with the
+    smallest leave-one-shape-out error wins. Deterministic, and independent of the order of the measurements.
+
+    Args:
+        measurements: timed points; those marked `oom` are left out.
+        kinds: "all", or some of "power_law", "additive", "roofline"; the power law is always fitted as well.
+
+    Raises:
+        UserError: an unknown kind, or too few points to tell the parameters apart.
+
+    Source: the paper fits a + b*B*S**p only; the other forms and the choice between them are ours.
+    """
+    wanted = list(_FITTED) if kinds == "all" else list(kinds)
+    if not wanted or not set(wanted) <= set(_FITTED):
+        raise UserError(f"kinds must be 'all' or some of {sorted(_FITTED)}, but found {kinds!r}.")
+    timed = sorted((m for m in measurements if not m.oom), key=lambda m: (m.batch_size, m.tokens, m.seconds, m.shape))
+    _check_points(timed)
+    batch, tokens, seconds = np.array([(m.batch_size, m.tokens, m.seconds) for m in timed], dtype=np.float64).T
+    held_out = tokens if len(np.unique(tokens)) > 2 else np.arange(len(timed))
+    names = tuple(map(_name, timed))
+    return fit_steps(TimedSteps(batch[:, None, None], tokens[:, None, None], seconds, names, held_out), wanted)
+
+
+def fit_steps(steps: TimedSteps, kinds: Sequence[str] = tuple(_FITTED)) -> CostFit:
+    """`fit_cost_model` for steps that may mix micro-batches; whether they tell enough is the caller's to check."""
+    candidates = {}
+    for kind in dict.fromkeys([*kinds, PowerLaw.kind]):
+        model = _fit(kind, steps)
+        errors = _relative_errors(model, steps)
+        unseen = []
+        for group in np.unique(steps.held_out):
+            out = steps.held_out == group
+            unseen.append(np.median(_relative_errors(_fit(kind, steps.take(~out)), steps.take(out))))
+        candidates[kind] = CandidateFit(model, float(np.median(errors)), float(errors.max()), float(np.mean(unseen)))
+    best = min(kinds, key=lambda kind: candidates[kind].leave_one_out_error)
+    return CostFit(candidates[best].model, candidates, candidates[PowerLaw.kind].model, steps)
+
+
+def parameter_confidence(fit: CostFit, draws: int = 100, seed: int = 0) -> dict[str, tuple[float, float]]:
+    """Between which values each parameter of the chosen law lies in 90% of repeated measurements.
+
+    Bootstrap of the residuals: every step gets the relative error of a step drawn at random, and the law is fitted
+    again. The points stay as they are, so a parameter that they tell little about gets a wide interval.
+
+    Returns: parameter -> (5%, 95%) quantiles.
+    """
+    kind, steps, predicted = fit.model.kind, fit.steps, fit.steps.predict(fit.model)
+    errors = steps.seconds / predicted - 1
+    parameters = len(fit.model.parameters)
+    # A fit comes nearer to its own points than the law does.
+    errors = errors * np.sqrt(len(errors) / max(1, len(errors) - parameters))
+    scale = max(_LEAST_RESIDUAL_SCALE, float(np.median(np.abs(errors))))
+    random, start, found = np.random.default_rng(seed), _vector(fit.model), []
+    for _ in range(draws):
+        drawn = predicted * np.maximum(0.1, 1 + random.choice(errors, len(errors)))
+        again = replace(steps, seconds=drawn)
+        found.append(list(_model(kind, _minimise(kind, again, start, "cauchy", scale).x).parameters.values()))
+    low, high = np.quantile(found, [0.05, 0.95], axis=0)
+    return {name: (float(a), float(b)) for name, a, b in zip(fit.model.parameters, low, high)}
+
+
+def find_outliers(fit: CostFit) -> list[Outlier]:
+    """The steps that miss the law by over 10% and over five standard deviations of the others, worst first."""
+    predicted = fit.steps.predict(fit.model)
+    off = np.abs(fit.steps.seconds / predicted - 1)
+    # 1.4826 * median is the standard deviation of normal errors, whatever a few strays do.
+    limit = max(_LEAST_STRAY, 5 * 1.4826 * float(np.median(off)))
+    worst = [i for i in np.argsort(-off, kind="stable") if off[i] > limit]
+    return [Outlier(fit.steps.names[i], float(fit.steps.seconds[i]), float(predicted[i])) for i in worst]
+
+
+def fit_memory_model(measurements: Sequence[Measurement], gpu_memory_gib: float | None = None) -> MemoryModel:
+    """The tightest line in B*S that lies on or above every measured peak.
+
+    Not a mean line: half of its predictions would be too low, and each of those is a crash. Of repeated points the
+    highest counts. A point that ran out of memory needs more than its own peak, than any peak that fitted, and at
+    least the GPU's memory.
+
+    Args:
+        measurements: points with their peaks.
+        gpu_memory_gib: of the GPU that they were measured on, if known.
+
+    Raises:
+        UserError: no peak was measured, or at one B*S only.
+    """
+    from scipy.optimize import linprog
+
+    fitted = [(m.batch_size * m.tokens, m.peak_gib) for m in measurements if not m.oom and m.peak_gib > 0]
+    if len({work for work, _ in fitted}) < 2:
+        raise UserError(
+            f"A memory model needs peak_gib at two or more different B*S, but found {sorted(set(fitted))} as "
+            "(B*S, GiB). Measure on the device that you will train on, a small and a large point."
+        )
+    highest = max(gib for _, gib in fitted)
+    bound = max(1.001 * highest, gpu_memory_gib or 0.0)
+    failed = [(m.batch_size * m.tokens, max(bound, 1.001 * m.peak_gib)) for m in measurements if m.oom]
+    work, gib = np.array(sorted(fitted) + sorted(failed)).T
+    scale = work.max()
+    lines = np.stack([np.ones_like(work), work / scale], axis=1)
+    base, slope = linprog(lines.sum(axis=0), A_ub=-lines, b_ub=-gib, bounds=(0, None)).x
+    return MemoryModel(float(base), float(max(slope, 1e-9 * highest) / scale))
+
+
+def describe_measurements(measurements: Sequence[Measurement]) -> list[str]:
+    """What a user should know of measurements that can be fitted, one sentence each.
+
+    Repeats that disagree in memory, points that ran out of memory below one that fitted, and parts of the cost that
+    the points leave to the form of the law, with the point to add.
+    """
+    return [*_repeats(measurements), *_contradictions(measurements), *_weak_parts(measurements)]
+
+
+def _repeats(measurements):
+    peaks: dict[tuple[int, str, int], list[float]] = {}
+    for m in measurements:
+        if not m.oom and m.peak_gib > 0:
+            peaks.setdefault((m.tokens, m.shape, m.batch_size), []).append(m.peak_gib)
+    return [
+        f"{shape} at batch size {batch} was measured at {min(gib):.2f} to {max(gib):.2f} GiB; the higher is used."
+        for (_, shape, batch), gib in sorted(peaks.items())
+        if max(gib) > 1.01 * min(gib)
+    ]
+
+
+def _contradictions(measurements):
+    fitted = [m for m in measurements if not m.oom]
+    failed = sorted((m for m in measurements if m.oom), key=lambda m: (m.batch_size * m.tokens, m.shape))
+    largest = max(fitted, key=lambda m: (m.batch_size * m.tokens, m.shape), default=None)
+    return [
+        f"{_name(m)} ran out of memory, though {_name(largest)}, which is larger, did not; the failure is believed."
+        for m in failed
+        if largest and m.batch_size * m.tokens <= largest.batch_size * largest.tokens
+    ]
+
+
+def _weak_parts(measurements):
+    timed = [m for m in measurements if not m.oom]
+    floor = min(m.seconds for m in timed)
+    above = sorted(
+        (m for m in timed if m.seconds > _ABOVE_FLOOR * floor), key=lambda m: (m.tokens, m.batch_size, m.shape)
+    )
+    found = []
+    if above and len({m.batch_size for m in above}) == 1:
+        found.append(
+            f"All steps well above the shortest ({floor:.4g} s) have batch size {above[0].batch_size}, so what a "
+            f"second sample costs there is assumed. Add {above[0].shape} at batch size {2 * above[0].batch_size}."
+        )
+    if above and len({m.tokens for m in above}) == 1:
+        found.append(
+            f"All steps well above the shortest ({floor:.4g} s) have the shape {above[0].shape}, so linear and "
+            "quadratic work cannot be told apart. Add another shape at a batch size with as many tokens."
+        )
+    return found
+
+
+def _name(measurement: Measurement) -> str:
+    return f"{measurement.shape} at batch size {measurement.batch_size}"
+
+
+def _check_points(timed: Sequence[Measurement]) -> None:
+    if len({m.tokens for m in timed}) < 2:
+        raise UserError(
+            f"A cost model needs at least two shapes with different numbers of tokens, but the measurements have "
+            f"{sorted({m.tokens for m in timed})}. Add your smallest and your largest shape."
+        )
+    points = sorted({(m.tokens, m.batch_size) for m in timed})
+    if len(points) < 4:
+        raise UserError(
+            f"A cost model needs at least 4 different (shape, batch size) points, but found {points} as (tokens, "
+            "batch size). Add more shapes, or the same shapes at twice the batch size."
+        )
+    work, batches = [tokens * batch for tokens, batch in points], sorted({batch for _, batch in points})
+    smallest = min(timed, key=lambda m: (m.tokens, m.batch_size))
+    largest = max(timed, key=lambda m: (m.batch_size * m.tokens, m.tokens))
+    if len(batches) < 2 or max(work) < 2 * min(work):
+        raise UserError(
+            f"All measurements have batch size {batches} and B*S between {min(work)} and {max(work)}, so the part of "
+            "the cost that grows with B cannot be told from the rest. Add the smallest shape at a larger batch size: "
+            f"{smallest.shape} at batch size {4 * smallest.batch_size}."
+        )
+    # Not the longest step, which may be a stray: one step above the floor tells nothing anyway.
+    shortest, long = np.quantile([m.seconds for m in timed], [0.0, 0.9])
+    if long < _ABOVE_FLOOR * shortest:
+        raise UserError(
+            f"Nearly all steps take {shortest:.4g} to {long:.4g} s, though B*S goes from {min(work)} to {max(work)}: "
+            "only the floor (launching, communication) was measured, not what work costs. Add "
+            f"{largest.shape} at batch size {4 * largest.batch_size}, and larger ones until a step takes 3 times as "
+            "long."
+        )
+
+
+def _relative_errors(model: CostModel, steps: TimedSteps) -> np.ndarray:
+    return np.abs(steps.predict(model) / steps.seconds - 1)
+
+
+def _model(kind: str, x: np.ndarray) -> CostModel:
+    if kind == PowerLaw.kind:
+        return PowerLaw(float(x[0]), float(x[1] / _TOKEN_SCALE ** x[2]), float(x[2]))
+    return _FITTED[kind](float(x[0]), float(x[1]), float(x[2] / _TOKEN_SCALE), float(x[3] / _TOKEN_SCALE**2))
+
+
+def _vector(model: CostModel) -> np.ndarray:
+    """The x of which `_model` makes this model."""
+    x = np.array(list(model.parameters.values()))
+    units = [1, _TOKEN_SCALE**model.p, 1] if model.kind == PowerLaw.kind else _TOKEN_SCALE ** np.array([0, 0, 1, 2])
+    return x * units
+
+
+def _starts(kind: str, steps: TimedSteps) -> list[np.ndarray]:
+    """Where the search begins: linear non-negative least squares with the form's kink or exponent held fixed."""
+    from scipy.optimize import nnls
+
+    batch, tokens, seconds = steps.batch_size, steps.tokens / _TOKEN_SCALE, steps.seconds
+    micro_steps = np.full(len(seconds), batch.shape[1], dtype=np.float64)
+    # Which rank is the slowest depends on the law; this guess is only for the start.
+    slowest = (batch * tokens * (1 + tokens)).argmax(axis=2)[:, :, None]
+
+    def solve(*columns, rows=slice(None)):
+        # Divided by seconds, so that the residual is the relative error.
+        matrix = np.stack(columns, axis=1)[rows] / seconds[rows, None]
+        return nnls(matrix, np.ones(len(matrix)))[0]
+
+    def column(power):
+        return np.take_along_axis(batch * tokens**power, slowest, axis=2).sum(axis=(1, 2))
+
+    if kind == PowerLaw.kind:
+        return [np.append(solve(micro_steps, column(p)), p) for p in (1.0, 1.5, 2.0)]
+    columns = [column(power) for power in (0, 1, 2)]
+    if kind == Additive.kind:
+        return [solve(micro_steps, *columns)]
+    floors = np.quantile(seconds / micro_steps, [0.0, 0.1, 0.25, 0.5])
+    return [np.append(f, solve(*columns, rows=seconds / micro_steps >= f)) for f in floors]
+
+
+def _minimise(kind: str, steps: TimedSteps, start: np.ndarray, loss: str, scale: float):
+    from scipy.optimize import least_squares
+
+    def residuals(x):
+        return steps.predict(_model(kind, x)) / steps.seconds - 1
+
+    # No exponent on steps that tell nothing about it may run off to where S**p overflows.
+    highest = [np.inf, np.inf, _HIGHEST_EXPONENT] if kind == PowerLaw.kind else np.inf
+    return least_squares(residuals, start, bounds=(0, highest), loss=loss, f_scale=scale)
+
+
+def _fit(kind: str, steps: TimedSteps) -> CostModel:
+    starts, loss, scale = _starts(kind, steps), "soft_l1", _LEAST_RESIDUAL_SCALE
+    # First absolute errors, then a loss that grows only with the logarithm beyond the errors that are usual here: so
+    # strays do not bend the slope, and a form that fits nowhere is not fitted to a few points alone.
+    for _ in range(3):
+        best = min((_minimise(kind, steps, x, loss, scale) for x in starts), key=lambda found: found.cost)
+        starts, loss = [*starts, best.x], "cauchy"
+        scale = max(_LEAST_RESIDUAL_SCALE, float(np.median(_relative_errors(_model(kind, best.x), steps))))
+    return _model(kind, best.x)
