@@ -4,14 +4,13 @@ python recipes/prepare_dataset.py --instance_data_root clips --output_dir prepar
     --pretrained_model_name_or_path Wan-AI/Wan2.1-T2V-1.3B-Diffusers --fps 16 \\
     --video_resolution_buckets 1x480x832 33x480x832 81x480x832
 
-Every file is looked through before anything is encoded, and what cannot be used is listed then. An interrupted run
-goes on when the same command is given again. docs/data.md describes the folder, the rules and the dataset.
+Every file is looked through before anything is encoded, and what cannot be used is listed then. Given again, after an
+interruption or when files, captions, buckets or weights have changed, it encodes only what that takes. docs/data.md
+describes the folder, the rules and the dataset.
 """
 
 import argparse
-import hashlib
 import json
-import os
 import re
 import shutil
 import sys
@@ -23,7 +22,11 @@ import datasets
 import torch
 from data_folder import Listing, list_samples
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
-from media import Bucket, Footage, choose_bucket, look, read
+from fingerprints import FileRecords, describe_changes, digest, fingerprint
+from huggingface_hub import snapshot_download
+from media import Bucket, Footage, choose_bucket, read
+from prepared_rows import EarlierRows, open_earlier, replace_dataset, save_dataset, save_part
+from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 from transformers import AutoTokenizer, UMT5EncoderModel
@@ -33,19 +36,6 @@ from adaptiveload_hf.errors import UserError, exit_on_user_error
 
 PROGRAM = "prepare_dataset.py"
 SAMPLES_PER_PART = 32  # what an interrupted run loses at most, and what it holds in memory
-FEATURES = datasets.Features(
-    {
-        "latent": datasets.Value("large_binary"),
-        "latent_shape": datasets.List(datasets.Value("int32")),
-        "latent_dtype": datasets.Value("string"),
-        "latent_normalized": datasets.Value("bool"),
-        "prompt_embeds": datasets.Value("large_binary"),
-        "prompt_embeds_shape": datasets.List(datasets.Value("int32")),
-        "prompt_embeds_dtype": datasets.Value("string"),
-        "caption": datasets.Value("string"),
-        "file": datasets.Value("string"),
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -56,6 +46,7 @@ class Planned:
     caption: str
     footage: Footage
     bucket: Bucket
+    content: str
 
 
 def parse_buckets(words: list[str], frame_step: int, pixel_step: int) -> list[Bucket]:
@@ -95,8 +86,8 @@ def parse_buckets(words: list[str], frame_step: int, pixel_step: int) -> list[Bu
     return list(dict.fromkeys(buckets))
 
 
-def bucket_steps(pipeline: str) -> tuple[int, int]:
-    """Frame and pixel step of the legal buckets, from the VAE's and transformer's configs alone."""
+def pipeline_sizes(pipeline: str) -> tuple[int, int, int]:
+    """The VAE's temporal and spatial compression and the transformer's patch in pixels, from the configs alone."""
     try:
         vae = AutoencoderKLWan.load_config(pipeline, subfolder="vae")
         transformer = WanTransformer3DModel.load_config(pipeline, subfolder="transformer")
@@ -104,17 +95,28 @@ def bucket_steps(pipeline: str) -> tuple[int, int]:
         raise UserError(f"{pipeline} must be the folder or Hub id of a Wan pipeline: {error}") from error
     if vae.get("_class_name") != "AutoencoderKLWan":
         raise UserError(f"{pipeline} must be a Wan pipeline, but its VAE is {vae.get('_class_name')}.")
-    return vae.get("scale_factor_temporal", 4), vae.get("scale_factor_spatial", 8) * transformer["patch_size"][1]
+    spatial = vae.get("scale_factor_spatial", 8)
+    return vae.get("scale_factor_temporal", 4), spatial, spatial * transformer["patch_size"][1]
 
 
-def plan_samples(root: Path, listing: Listing, fps: Fraction, buckets: list[Bucket]) -> list[Planned]:
+def pipeline_folder(pipeline: str) -> Path:
+    """Where the files of the pipeline's VAE and text encoder are; from the Hub they are downloaded if need be."""
+    if Path(pipeline).is_dir():
+        return Path(pipeline)
+    return Path(snapshot_download(pipeline, allow_patterns=["vae/*", "text_encoder/*", "tokenizer/*"]))
+
+
+def plan_samples(
+    root: Path, listing: Listing, fps: Fraction, buckets: list[Bucket], records: FileRecords
+) -> list[Planned]:
     """Looks through every file and chooses its bucket; what cannot be used is refused in the listing."""
     longest = max(bucket.frames for bucket in buckets)
     planned = []
     for file, caption in tqdm(listing.captions.items(), desc="looking through files", unit="file"):
         try:
-            footage = look(root / file, fps, longest)
-            planned.append(Planned(file, caption, footage, choose_bucket(footage, buckets)))
+            content = records.content(root / file)
+            footage = records.footage(root / file, content, fps, longest)
+            planned.append(Planned(file, caption, footage, choose_bucket(footage, buckets), content))
         except UserError as error:
             listing.refuse(file, str(error))
     return planned
@@ -123,7 +125,7 @@ def plan_samples(root: Path, listing: Listing, fps: Fraction, buckets: list[Buck
 class Encoder:
     """The VAE and text encoder of a Wan pipeline, used as WanPipeline uses them."""
 
-    def __init__(self, pipeline: str, max_sequence_length: int, text_dtype: torch.dtype):
+    def __init__(self, pipeline: Path, max_sequence_length: int, text_dtype: torch.dtype):
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.pipe = WanPipeline(
             tokenizer=AutoTokenizer.from_pretrained(pipeline, subfolder="tokenizer"),
@@ -157,86 +159,63 @@ class Encoder:
         )
         return embeds[0].to("cpu", torch.bfloat16)
 
-    def cut_captions(self, planned: list[Planned]) -> list[str]:
-        """Files whose caption has more tokens than max_sequence_length; WanPipeline cuts them without a word."""
-        lengths = [len(self.pipe.tokenizer(sample.caption).input_ids) for sample in planned]
-        return [sample.file for sample, length in zip(planned, lengths) if length > self.max_sequence_length]
+
+def cut_captions(planned: list[Planned], folder: Path, max_sequence_length: int) -> list[str]:
+    """Files whose caption has more tokens than max_sequence_length; WanPipeline cuts them without a word."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, subfolder="tokenizer")
+    return [sample.file for sample in planned if len(tokenizer(sample.caption).input_ids) > max_sequence_length]
 
 
-def encode_sample(root: Path, planned: Planned, encoder: Encoder) -> dict:
-    """One row of the dataset; a UserError says why there is none."""
-    latent = encoder.latent(read(root / planned.file, planned.footage, planned.bucket))
-    embeds = encoder.prompt_embeds(planned.caption)
-    for name, tensor in (("latent", latent), ("caption's embedding", embeds)):
-        if not tensor.isfinite().all():
-            raise UserError(f"its {name} has NaN or infinity")
-    row = {"latent_normalized": True, "caption": planned.caption, "file": planned.file}
-    for name, tensor in (("latent", latent), ("prompt_embeds", embeds)):
-        # Arrow has no bfloat16: the raw bytes, read back with torch.frombuffer.
-        row[name] = tensor.contiguous().view(torch.uint8).numpy().tobytes()
-        row[f"{name}_shape"] = list(tensor.shape)
-        row[f"{name}_dtype"] = "bfloat16"
-    return row
+def encode_sample(root: Path, sample: Planned, row: dict, encoder: Encoder, earlier: EarlierRows) -> dict:
+    """Adds to a row its latent and embedding, encoded or from an earlier row; a UserError says why that cannot be."""
+    encode = {
+        "latent": lambda: encoder.latent(read(root / sample.file, sample.footage, sample.bucket)),
+        "prompt_embeds": lambda: encoder.prompt_embeds(sample.caption),
+    }
+    columns = {}
+    for name in encode:
+        columns[name] = earlier.tensor(name, row)
+        if columns[name] is None:
+            tensor = encode[name]()
+            if not tensor.isfinite().all():
+                raise UserError(f"its {name.replace('prompt_embeds', 'caption embedding')} has NaN or infinity")
+            # Arrow has no bfloat16: the raw bytes, read back with torch.frombuffer.
+            data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+            columns[name] = {name: data, f"{name}_shape": list(tensor.shape), f"{name}_dtype": "bfloat16"}
+    return {**row, **columns["latent"], **columns["prompt_embeds"], "latent_normalized": True}
 
 
-def encode_parts(root: Path, planned: list[Planned], encoder: Encoder, work: Path) -> tuple[list[Path], list[dict]]:
-    """Encodes all samples in parts that are whole or not there; those that an earlier run left are kept.
-
-    Returns:
-        The folders of the parts' rows, and the refused samples.
-    """
-    folders, refused = [], []
-    with tqdm(total=len(planned), desc="encoding", unit="sample") as progress:
-        for start in range(0, len(planned), SAMPLES_PER_PART):
-            samples = planned[start : start + SAMPLES_PER_PART]
-            folder = work / f"part-{start // SAMPLES_PER_PART:06d}"
-            if not folder.exists():
-                write_part(root, samples, encoder, folder, progress)
-            else:
-                progress.update(len(samples))
-            if (folder / "rows").exists():
-                folders.append(folder / "rows")
-            refused += json.loads((folder / "refused.json").read_text(encoding="utf-8"))
-    return folders, refused
-
-
-def write_part(root: Path, samples: list[Planned], encoder: Encoder, folder: Path, progress: tqdm):
-    rows, refused = [], []
-    for sample in samples:
+def encode_missing(
+    root: Path,
+    missing: list[tuple[Planned, dict]],
+    encoder: Encoder,
+    earlier: EarlierRows,
+    work: Path,
+    listing: Listing,
+    records: FileRecords,
+):
+    """Encodes samples and saves them in parts that are whole or not there; `earlier` has them then."""
+    rows = []
+    for number, (sample, row) in enumerate(tqdm(missing, desc="encoding", unit="sample"), start=1):
         try:
-            rows.append(encode_sample(root, sample, encoder))
+            row = encode_sample(root, sample, row, encoder, earlier)
+            if records.has_changed(root / sample.file):
+                raise UserError("it was changed while this ran; give the same command again")
+            earlier.remember(row)
+            rows.append(row)
         except UserError as error:
-            refused.append({"file": sample.file, "reason": str(error)})
-        progress.update()
-    unfinished = folder.with_name("unfinished-part")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir()
-    if rows:
-        columns = {name: [row[name] for row in rows] for name in FEATURES}
-        datasets.Dataset.from_dict(columns, features=FEATURES).save_to_disk(unfinished / "rows")
-    (unfinished / "refused.json").write_text(json.dumps(refused), encoding="utf-8")
-    os.replace(unfinished, folder)
+            listing.refuse(sample.file, str(error))
+        if rows and (len(rows) == SAMPLES_PER_PART or number == len(missing)):
+            earlier.add(save_part(rows, work))
+            rows = []
 
 
-def open_work(output_dir: Path, key: str, overwrite: bool) -> Path:
-    """The folder of this run's unfinished work, made or found again. That of other runs is an error, or dropped."""
-    work = output_dir / f"unfinished-{key[:16]}"
-    for other in set(output_dir.glob("unfinished-*")) - {work}:
-        if not overwrite:
-            raise UserError(
-                f"{other} was left by a run with other options, files, captions or weights. "
-                "Repeat that run to finish it, or give --overwrite to drop its work."
-            )
-        shutil.rmtree(other)
-    work.mkdir(parents=True, exist_ok=True)
-    return work
-
-
-def write_report(output_dir: Path, kept: datasets.Dataset, listing: Listing, cut: list[str]) -> dict[LatentShape, int]:
+def write_report(output_dir: Path, dataset: datasets.Dataset, listing: Listing, changes: dict, cut: list[str]):
     """Writes prepare_report.json and returns its samples per latent shape."""
-    counts = shape_counts(read_shapes(kept))
+    counts = shape_counts(read_shapes(dataset))
     report = {
-        "kept": len(kept),
+        "samples": len(dataset),
+        **changes,
         "refused": listing.refused,
         "buckets": {str(shape): count for shape, count in counts.items()},
         "without_caption": listing.without_caption,
@@ -249,49 +228,74 @@ def write_report(output_dir: Path, kept: datasets.Dataset, listing: Listing, cut
     return counts
 
 
+def needs_empty_prompt(path: Path, text_encoder: str) -> bool:
+    """Whether the embedding of the empty caption is missing, or another text encoder's."""
+    if not path.exists():
+        return True
+    with safe_open(path, framework="pt") as file:
+        return (file.metadata() or {}).get("text_encoder") != text_encoder
+
+
 def prepare(args: argparse.Namespace):
     """Does the whole work; the arguments are those of the command line."""
     root, output_dir = args.instance_data_root, args.output_dir
     if args.max_sequence_length < 1:
         raise UserError(f"--max_sequence_length must be 1 or more, but it is {args.max_sequence_length}.")
     fps = parse_fps(args.fps)
-    buckets = parse_buckets(args.video_resolution_buckets, *bucket_steps(args.pretrained_model_name_or_path))
-    if (output_dir / "dataset").exists() and not args.overwrite:
-        raise UserError(f"{output_dir / 'dataset'} is there already. Give another --output_dir, or --overwrite.")
-    listing = list_samples(root)
-    planned = plan_samples(root, listing, fps, buckets)
+    temporal, spatial, pixel_step = pipeline_sizes(args.pretrained_model_name_or_path)
+    buckets = parse_buckets(args.video_resolution_buckets, temporal, pixel_step)
+    listing, records = list_samples(root), FileRecords(output_dir / "prepare_files.json")
+    planned = plan_samples(root, listing, fps, buckets, records)
     print(f"{len(planned)} samples can be used, {len(listing.refused)} refused", file=sys.stderr)
     if not planned:
         raise UserError(f"{root} has no picture or clip that can be used. Expected at least one; see docs/data.md.")
-    work = open_work(output_dir, run_key(args, planned), args.overwrite)
-    text_dtype = torch.bfloat16 if args.mixed_precision == "bf16" else torch.float32
-    encoder = Encoder(args.pretrained_model_name_or_path, args.max_sequence_length, text_dtype)
-    parts, refused = encode_parts(root, planned, encoder, work)
-    for entry in refused:
-        listing.refuse(**entry)
-    if not parts:
-        shutil.rmtree(work)
-        raise UserError("No sample could be encoded, for the reasons listed above.")
-    dataset = datasets.concatenate_datasets([datasets.load_from_disk(part) for part in parts])
-    datasets.enable_progress_bars()
-    dataset.save_to_disk(work / "dataset")
-    counts = write_report(output_dir, dataset, listing, encoder.cut_captions(planned))
-    save_file({"prompt_embeds": encoder.prompt_embeds("")}, output_dir / "empty_prompt_embeds.safetensors")
-    # The dataset appears last and at once: where it is, all of it is there.
-    shutil.rmtree(output_dir / "dataset", ignore_errors=True)
-    os.replace(work / "dataset", output_dir / "dataset")
-    shutil.rmtree(work)
-    print_buckets(counts, output_dir, encoder.pipe.vae_scale_factor_temporal, encoder.pipe.vae_scale_factor_spatial)
+    before, earlier = open_earlier(output_dir, root, [sample.file for sample in planned], args.overwrite)
+
+    folder = pipeline_folder(args.pretrained_model_name_or_path)
+    vae = records.folders(folder, ["vae"])
+    text_encoder = records.folders(folder, ["text_encoder", "tokenizer"])
+    text_encoder = digest([text_encoder, args.max_sequence_length, args.mixed_precision])
+    records.save()
+    rows = [
+        {
+            "file": sample.file,
+            "caption": sample.caption,
+            "fingerprint": fingerprint(sample.content, sample.footage, sample.bucket, vae, text_encoder),
+        }
+        for sample in planned
+    ]
+    missing = [pair for pair in zip(planned, rows) if earlier.position(pair[1]) is None]
+    print(f"{len(missing)} samples to encode, {len(rows) - len(missing)} are there", file=sys.stderr)
+    empty_prompt = output_dir / "empty_prompt_embeds.safetensors"
+    if missing or needs_empty_prompt(empty_prompt, text_encoder):
+        text_dtype = torch.bfloat16 if args.mixed_precision == "bf16" else torch.float32
+        encoder = Encoder(folder, args.max_sequence_length, text_dtype)
+        encode_missing(root, missing, encoder, earlier, output_dir / "unfinished", listing, records)
+        rows = [row for row in rows if earlier.position(row) is not None]
+        if not rows:
+            raise UserError("No sample could be encoded, for the reasons listed above.")
+        tensors = {"prompt_embeds": encoder.prompt_embeds("")}
+        save_file(tensors, empty_prompt, metadata={"text_encoder": text_encoder})
+    changes = describe_changes(before, rows, listing.refused)
+    order = [earlier.position(row) for row in rows]
+    same = before is not None and order == list(range(len(before)))
+    dataset = before if same else save_dataset(output_dir, order, earlier)
+    counts = write_report(
+        output_dir, dataset, listing, changes, cut_captions(planned, folder, args.max_sequence_length)
+    )
+    if not same:
+        replace_dataset(output_dir)
+    shutil.rmtree(output_dir / "unfinished", ignore_errors=True)
+    print_changes(changes)
+    print_buckets(counts, output_dir, temporal, spatial)
 
 
-def run_key(args: argparse.Namespace, planned: list[Planned]) -> str:
-    """Digest of what must be the same for unfinished work to be gone on with: options, captions, files and weights."""
-    options = {name: str(value) for name, value in vars(args).items() if name not in ("output_dir", "overwrite")}
-    files = [args.instance_data_root / sample.file for sample in planned]
-    files += sorted(path for path in Path(args.pretrained_model_name_or_path).rglob("*") if path.is_file())
-    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    captions = [(sample.caption, str(sample.bucket)) for sample in planned]
-    return hashlib.sha256(json.dumps([options, stats, captions, SAMPLES_PER_PART]).encode()).hexdigest()
+def print_changes(changes: dict):
+    for name in ("redone", "removed"):
+        for entry in changes[name]:
+            print(f"{name} {entry['file']}: {entry['reason']}", file=sys.stderr)
+    numbers = (changes["kept"], changes["added"], len(changes["redone"]), len(changes["removed"]))
+    print("{} samples kept, {} added, {} redone, {} removed".format(*numbers), file=sys.stderr)
 
 
 def print_buckets(counts: dict[LatentShape, int], output_dir: Path, frame_step: int, spatial: int):
@@ -327,7 +331,7 @@ def main():
     add(
         "--overwrite",
         action="store_true",
-        help="replace the dataset that is in output_dir, and the work of an unfinished run with other options",
+        help="replace a dataset in output_dir that is not of these files, or not of this version of the recipe",
     )
     args = parser.parse_args()
     datasets.disable_progress_bars()

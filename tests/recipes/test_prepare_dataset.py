@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
@@ -13,27 +12,15 @@ import pytest
 import torch
 from data_folder import list_samples
 from diffusers import WanPipeline
+from fingerprints import FileRecords
 from make_demo_clips import SAMPLES as DEMO_SAMPLES
 from make_demo_clips import make_demo_clips
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from support.clips import moving_bar, real_clips, write_clip
+from support.preparing import report_of, run
 
 from adaptiveload_hf.buckets.shapes import load_prepared
-
-BUCKETS = ["1x32x48", "5x32x48", "17x32x48"]
-
-
-def run(monkeypatch, root, output, pipeline, *options, buckets=BUCKETS, fps="16"):
-    """Runs the recipe's own main with a command line."""
-    words = ["--instance_data_root", root, "--output_dir", output, "--pretrained_model_name_or_path", pipeline]
-    words += ["--fps", fps, "--max_sequence_length", "48", *options, "--video_resolution_buckets", *buckets]
-    monkeypatch.setattr(sys, "argv", ["prepare_dataset.py", *map(str, words)])
-    prepare_dataset.main()
-
-
-def report_of(output) -> dict:
-    return json.loads((Path(output) / "prepare_report.json").read_text(encoding="utf-8"))
 
 
 def tensor_of(row, name) -> torch.Tensor:
@@ -61,7 +48,11 @@ def test_real_clips_become_the_latents_and_embeddings_of_wan(tmp_path, monkeypat
     run(monkeypatch, root, tmp_path / "out", tiny_pipeline)
 
     assert report_of(tmp_path / "out") == {
-        "kept": 4,
+        "samples": 4,
+        "kept": 0,
+        "added": 4,
+        "redone": [],
+        "removed": [],
         "refused": [],
         "buckets": {"5x4x6": 4},
         "without_caption": [],
@@ -110,6 +101,7 @@ def test_the_good_samples_of_a_bad_folder_are_kept_and_all_else_is_listed_before
     write_clip(root / "sub/a.mp4", moving_bar(3))
     (root / "cut.mp4").write_bytes((root / "a.mp4").read_bytes()[:1500])
     (root / "empty.mp4").touch()
+    (root / "broken_link.png").symlink_to("nowhere.png")
     (root / "notes.pdf").write_bytes(b"%PDF")
     still.save(tmp_path / "outside.png")
     lines = [
@@ -124,6 +116,7 @@ def test_the_good_samples_of_a_bad_folder_are_kept_and_all_else_is_listed_before
         '{"file_name": "gone.png", "text": "gone"}',
         '{"file_name": "cut.mp4", "text": "cut"}',
         '{"file_name": "empty.mp4", "text": "empty"}',
+        '{"file_name": "broken_link.png", "text": "nowhere"}',
         '{"file_name": "a.png", "text": 3}',
         '["a.png"]',
         "",
@@ -140,17 +133,18 @@ def test_the_good_samples_of_a_bad_folder_are_kept_and_all_else_is_listed_before
         "metadata.jsonl:7": f"../outside.png {out_of}",
         "metadata.jsonl:8": f"{tmp_path}/outside.png {out_of}",
         "metadata.jsonl:9": "no picture or clip gone.png is in the folder",
-        "metadata.jsonl:12": 'its "text" must be a string, but it is 3',
-        "metadata.jsonl:13": 'it must be an object with a string "file_name"',
-        "metadata.jsonl:14": "it is not UTF-8; save the file as UTF-8",
-        "metadata.jsonl:15": "it is not JSON, or cut short, at column 24",
+        "metadata.jsonl:13": 'its "text" must be a string, but it is 3',
+        "metadata.jsonl:14": 'it must be an object with a string "file_name"',
+        "metadata.jsonl:15": "it is not UTF-8; save the file as UTF-8",
+        "metadata.jsonl:16": "it is not JSON, or cut short, at column 24",
         "no_row.png": "metadata.jsonl has no row for it",
         "empty.mp4": "it is empty (0 bytes)",
+        "broken_link.png": "it cannot be read: No such file or directory",
         "sub/a.mp4": "too short: 3 frames at this fps, and the shortest bucket of clips has 5",
         "cut.mp4": refused["cut.mp4"],
     }
     assert refused["cut.mp4"].startswith("FFmpeg cannot decode it")
-    assert (report["kept"], report["buckets"]) == (4, {"1x4x6": 3, "2x4x6": 1})
+    assert (report["samples"], report["buckets"]) == (4, {"1x4x6": 3, "2x4x6": 1})
     assert (report["without_caption"], report["hidden_files"], report["other_files"]) == (
         ["sub/a.png"],
         3,
@@ -161,8 +155,8 @@ def test_the_good_samples_of_a_bad_folder_are_kept_and_all_else_is_listed_before
     assert kept == {"a.png": "one", "a.mp4": "ein Clip, schön", "sub/a.png": "", "B.JPEG": "upper case"}
     words = capsys.readouterr().err
     assert all(f"refused {file}: {reason}\n" in words for file, reason in refused.items())
-    assert words.index("4 samples can be used, 12 refused") > words.rindex("refused cut.mp4")
-    assert words.index("4 samples can be used, 12 refused") < words.index("encoding:")
+    assert words.index("4 samples can be used, 13 refused") > words.rindex("refused cut.mp4")
+    assert words.index("4 samples can be used, 13 refused") < words.index("encoding:")
 
 
 def test_without_metadata_a_caption_is_the_text_beside_the_file(tmp_path, monkeypatch, stills, tiny_pipeline):
@@ -184,11 +178,11 @@ def test_an_interrupted_run_leaves_no_dataset_and_goes_on_where_it_was(
     run(monkeypatch, stills, tmp_path / "whole", tiny_pipeline)
     encode, encoded = prepare_dataset.encode_sample, []
 
-    def interrupted_at_the_fourth(root, planned, encoder):
+    def interrupted_at_the_fourth(root, sample, *rest):
         if len(encoded) == 3:
             raise KeyboardInterrupt
-        encoded.append(planned.file)
-        return encode(root, planned, encoder)
+        encoded.append(sample.file)
+        return encode(root, sample, *rest)
 
     monkeypatch.setattr(prepare_dataset, "encode_sample", interrupted_at_the_fourth)
     with pytest.raises(SystemExit) as stop:
@@ -199,29 +193,16 @@ def test_an_interrupted_run_leaves_no_dataset_and_goes_on_where_it_was(
 
     again = []
     monkeypatch.setattr(prepare_dataset, "encode_sample", lambda *words: again.append(words[1].file) or encode(*words))
-    with pytest.raises(SystemExit) as refusal:
-        run(monkeypatch, stills, tmp_path / "out", tiny_pipeline, fps="8")
-    assert "was left by a run with other options, files, captions or weights" in str(refusal.value.code)
-    run(monkeypatch, stills, tmp_path / "out", tiny_pipeline)
+    # Another fps changes no still, so what is there counts.
+    run(monkeypatch, stills, tmp_path / "out", tiny_pipeline, fps="8")
     assert (encoded, again) == (["0.png", "1.png", "2.png"], ["2.png", "3.png", "4.png"])
     assert load_prepared(tmp_path / "out").to_list() == load_prepared(tmp_path / "whole").to_list()
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "dataset",
         "empty_prompt_embeds.safetensors",
+        "prepare_files.json",
         "prepare_report.json",
     ]
-
-
-def test_a_prepared_dataset_is_only_replaced_when_asked_to(tmp_path, monkeypatch, stills, tiny_pipeline):
-    run(monkeypatch, stills, tmp_path / "out", tiny_pipeline)
-    (stills / "0.png").unlink()
-    with pytest.raises(SystemExit, match=r"is there already\. Give another --output_dir, or --overwrite"):
-        run(monkeypatch, stills, tmp_path / "out", tiny_pipeline)
-    assert len(load_prepared(tmp_path / "out")) == 5
-    (tmp_path / "out" / "unfinished-of-another-run").mkdir()
-    run(monkeypatch, stills, tmp_path / "out", tiny_pipeline, "--overwrite")
-    assert len(load_prepared(tmp_path / "out")) == 4
-    assert not list((tmp_path / "out").glob("unfinished*"))
 
 
 def overflowing_pipeline(tiny_pipeline, folder) -> Path:
@@ -252,7 +233,7 @@ def test_a_sample_whose_latent_has_nan_is_refused_by_name(tmp_path, monkeypatch,
         (root / f"{name}.png").unlink()
     with pytest.raises(SystemExit, match="No sample could be encoded, for the reasons listed above"):
         run(monkeypatch, root, tmp_path / "none", pipeline)
-    assert list((tmp_path / "none").iterdir()) == []
+    assert [path.name for path in (tmp_path / "none").iterdir()] == ["prepare_files.json"]
     assert "refused white.png: its latent has NaN or infinity" in capsys.readouterr().err
 
 
@@ -318,7 +299,8 @@ def test_the_demo_files_are_the_same_each_time_and_fill_every_bucket_they_were_m
     assert [path.read_bytes() for path in paths] == [path.read_bytes() for path in again]
     listing = list_samples(tmp_path / "clips")
     buckets = [media.Bucket(*size) for size in DEMO_SAMPLES]
-    planned = prepare_dataset.plan_samples(tmp_path / "clips", listing, Fraction(16), buckets)
+    records = FileRecords(tmp_path / "prepare_files.json")
+    planned = prepare_dataset.plan_samples(tmp_path / "clips", listing, Fraction(16), buckets, records)
     assert Counter(sample.bucket for sample in planned) == DEMO_SAMPLES
     assert (len(planned), listing.refused, listing.without_caption) == (sum(DEMO_SAMPLES.values()), [], [])
     assert planned[-1].caption == listing.captions[f"scene_{len(planned) - 1:03d}.mp4"]

@@ -1,0 +1,154 @@
+"""What was a row of the dataset made of, which rows are there already, and which files must be read again?"""
+
+import hashlib
+import json
+import os
+from fractions import Fraction
+from pathlib import Path
+
+import datasets
+from media import Bucket, Footage, look
+
+from adaptiveload_hf.errors import UserError
+
+RECIPE = 1  # to be raised when media.py or the encoder makes something else of the same input
+LATENT = ("content", "frames", "bucket", "vae", "recipe")
+PROMPT_EMBEDS = ("text_encoder", "recipe")
+REASONS = {
+    "content": "its content",
+    "frames": "its frames at this fps",
+    "bucket": "its bucket",
+    "vae": "the VAE",
+    "text_encoder": "the text encoder or its options",
+    "recipe": "the recipe",
+}
+
+
+class FileRecords:
+    """Hashes and looks of earlier runs, kept in a file: only what has changed since is read again.
+
+    A file is taken as unchanged if its size and its times of modification and of status change are; a copy that keeps
+    the modification time has another time of status change. The same content at other times needs no new look.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"files": {}, "looks": {}}
+        self.now = {"files": {}, "looks": {}}
+
+    def content(self, file: Path) -> str:
+        """Hash of the file's content; a UserError says why it cannot be read."""
+        key = os.path.abspath(file)
+        record = self.earlier["files"].get(key)
+        try:
+            stamp = _stamp(file)
+            if record is None or record[1:] != stamp:
+                with open(file, "rb") as stream:
+                    record = [hashlib.file_digest(stream, "sha256").hexdigest()[:32], *stamp]
+        except OSError as error:
+            raise UserError(f"it cannot be read: {error.strerror}") from error
+        self.now["files"][key] = record
+        return record[0]
+
+    def has_changed(self, file: Path) -> bool:
+        """Whether the file is another than the one that `content` saw in this run."""
+        return not file.exists() or self.now["files"][os.path.abspath(file)][1:] != _stamp(file)
+
+    def footage(self, file: Path, content: str, fps: Fraction, longest: int) -> Footage:
+        """What `look` finds in the file. What it refuses is looked at again each time."""
+        key = f"{content} {fps} {longest} {file.suffix.lower()} {RECIPE}"
+        found = self.earlier["looks"].get(key) or self.now["looks"].get(key)
+        if found is None:
+            footage = look(file, fps, longest)
+            found = [footage.source_frames, footage.shown_height, footage.shown_width, footage.moving]
+        self.now["looks"][key] = found
+        return Footage(tuple(found[0]), *found[1:])
+
+    def folders(self, root: Path, names: list[str]) -> str:
+        """Hash of all files in these folders of a pipeline."""
+        files = sorted(path for name in names for path in (root / name).rglob("*") if path.is_file())
+        return digest([[path.relative_to(root).as_posix(), self.content(path)] for path in files])
+
+    def save(self):
+        """Keeps what this run has seen, and nothing else."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self.path.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(self.now), encoding="utf-8")
+        os.replace(unfinished, self.path)
+
+
+def _stamp(file: Path) -> list[int]:
+    stat = file.stat()
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+
+
+def digest(value) -> str:
+    """Hash of anything that JSON can hold."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:32]
+
+
+def fingerprint(content: str, footage: Footage, bucket: Bucket, vae: str, text_encoder: str) -> str:
+    """All that a row was made of but its caption, which is a column of its own, as JSON.
+
+    The fps counts by the frames that it chooses: another fps changes no still.
+    """
+    parts = {
+        "content": content,
+        "frames": digest(footage.source_frames[: bucket.frames]),
+        "bucket": str(bucket),
+        "vae": vae,
+        "text_encoder": text_encoder,
+        "recipe": RECIPE,
+    }
+    return json.dumps(parts)
+
+
+def row_keys(row: dict) -> dict[str, bytes]:
+    """What the row's latent, its prompt_embeds, and the row as a whole are found by."""
+    parts = json.loads(row["fingerprint"])
+    keys = {
+        "latent": ["latent", *(parts[name] for name in LATENT)],
+        "prompt_embeds": ["prompt_embeds", *(parts[name] for name in PROMPT_EMBEDS), row["caption"]],
+        "row": ["row", row["file"], row["caption"], *parts.values()],
+    }
+    return {name: hashlib.blake2b(json.dumps(key).encode(), digest_size=16).digest() for name, key in keys.items()}
+
+
+def described_rows(table: datasets.Dataset):
+    """Yields file, caption and fingerprint of all rows, without reading their tensors."""
+    for batch in table.select_columns(["file", "caption", "fingerprint"]).iter(1000):
+        yield from (dict(zip(batch, values)) for values in zip(*batch.values()))
+
+
+def describe_changes(before: datasets.Dataset | None, now: list[dict], refused: list[dict]) -> dict:
+    """What became of the samples.
+
+    Args:
+        before: the earlier dataset.
+        now: file, caption and fingerprint of the samples of the new one.
+        refused: file and reason of what is not in it.
+
+    Returns:
+        kept (count), added (count), redone and removed (lists of file and reason).
+    """
+    earlier = {} if before is None else {row["file"]: row for row in described_rows(before)}
+    redone = []
+    for row in now:
+        old = earlier.get(row["file"], row)
+        was, new = json.loads(old["fingerprint"]), json.loads(row["fingerprint"])
+        reasons = ["its caption"] if old["caption"] != row["caption"] else []
+        reasons += [reason for part, reason in REASONS.items() if was[part] != new[part]]
+        if reasons:
+            redone.append({"file": row["file"], "reason": "changed: " + ", ".join(reasons)})
+    why = {entry["file"]: entry["reason"] for entry in refused}
+    files = {row["file"] for row in now}
+    return {
+        "kept": len(files & earlier.keys()) - len(redone),
+        "added": len(files - earlier.keys()),
+        "redone": redone,
+        "removed": [
+            {"file": file, "reason": why.get(file, "it is not in the folder any more")}
+            for file in earlier
+            if file not in files
+        ],
+    }
