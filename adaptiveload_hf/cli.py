@@ -260,8 +260,10 @@ def _read_counts(path):
     if not isinstance(counts, dict) or not counts:
         raise UserError(f'{path} must hold a JSON object with shapes, such as {{"21x60x104": 120}}.')
     for shape, count in counts.items():
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise UserError(f"{path}: the samples of {shape} must be a positive whole number, but are {count!r}.")
+        if not isinstance(count, int) or isinstance(count, bool) or not 0 < count < 1 << 31:
+            raise UserError(
+                f"{path}: the samples of {shape} must be a positive whole number, below 2^31, but are {count!r}."
+            )
     return {LatentShape.parse(shape): count for shape, count in counts.items()}
 
 

@@ -221,7 +221,8 @@ def test_a_mistake_is_one_line_and_status_1(run, files, arguments, words):
         ('{"21x60x104": ', "is no JSON"),
         ("[1]", "must hold a JSON object with shapes"),
         ("{}", "must hold a JSON object with shapes"),
-        ('{"21x60x104": 0}', "the samples of 21x60x104 must be a positive whole number, but are 0"),
+        ('{"21x60x104": 0}', "the samples of 21x60x104 must be a positive whole number, below 2^31, but are 0"),
+        ('{"21x60x104": 2147483648}', "below 2^31, but are 2147483648"),
         ('{"60x104": 3}', "Write a still as '1x60x104'"),
     ],
 )

@@ -168,7 +168,15 @@ def load_pt_latent(path: str | Path) -> tuple[StoredTensor, torch.Tensor]:
     try:
         source = io.BytesIO(gzip.decompress(Path(path).read_bytes())) if compressed else str(path)
         stored = torch.load(source, map_location="cpu", weights_only=True, mmap=not compressed)
-    except (gzip.BadGzipFile, zlib.error, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+    except (
+        gzip.BadGzipFile,
+        zlib.error,
+        EOFError,
+        RuntimeError,
+        ValueError,
+        LookupError,
+        pickle.UnpicklingError,
+    ) as error:
         reason = str(error).split("\n")[0][:120]
         raise UserError(f"is no whole file of torch.save with tensors alone: {reason}") from None
     latent = stored.get("latents") if isinstance(stored, dict) else stored

@@ -169,7 +169,13 @@ def make_plan(
 
 
 def _check_counts(work: Workload) -> None:
-    group = work.world_size * work.gradient_accumulation_steps
+    run = (work.world_size, work.gradient_accumulation_steps)
+    if not all(isinstance(number, (int, np.integer)) and number >= 1 for number in run):
+        raise UserError(
+            "world_size and gradient_accumulation_steps must be at least 1 and whole, but found "
+            f"{run[0]!r} and {run[1]!r}."
+        )
+    group = math.prod(run)
     if len(work.counts) == 0 or work.counts.min() < 0:
         raise UserError(
             f"shape_counts needs at least one shape and no negative count, but found {work.counts.tolist()}."

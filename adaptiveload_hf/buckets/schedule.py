@@ -184,8 +184,12 @@ def _checked_buckets(bucket_of_sample, setting: _Setting, loss_normalization: st
         )
     if loss_normalization not in LOSS_NORMALIZATIONS:
         raise UserError(f"loss_normalization is one of {LOSS_NORMALIZATIONS}, but found {loss_normalization!r}.")
-    if min(setting.world_size, setting.gradient_accumulation_steps) < 1:
-        raise UserError(f"world_size and gradient_accumulation_steps must be at least 1, but found {setting}.")
+    run = (setting.world_size, setting.gradient_accumulation_steps)
+    if not all(isinstance(number, (int, np.integer)) and number >= 1 for number in run):
+        raise UserError(
+            "world_size and gradient_accumulation_steps must be at least 1 and whole, but found "
+            f"{run[0]!r} and {run[1]!r}."
+        )
     if setting.balance != "auto":
         window_of(setting.balance)
     # numpy sorts 8- and 16-bit integers by radix, in a pass a byte; how it sorts wider ones is much slower.

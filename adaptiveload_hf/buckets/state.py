@@ -41,7 +41,8 @@ def read_state(accelerator, registered, folder: str | Path) -> dict:
     file = Path(folder, f"custom_checkpoint_{number}.pkl")
     try:
         return torch.load(file, weights_only=True)
-    except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
+    # A flipped bit can make torch's unpickler, which checks little, raise any of the last three.
+    except (OSError, EOFError, RuntimeError, UnpicklingError, ValueError, LookupError, TypeError) as error:
         reason = (str(error) or repr(error)).splitlines()[0]
         raise UserError(f"Expected a loader's state in {file}: {reason}. Use another checkpoint.") from None
 
@@ -58,9 +59,10 @@ def check_whole(state: dict) -> None:
     Raises:
         UserError: another format, or a value was changed, added or lost.
     """
-    if state.get("format_version") != _FORMAT_VERSION:
+    version = state.get("format_version") if isinstance(state, dict) else type(state).__name__
+    if version != _FORMAT_VERSION:
         raise UserError(
-            f"Expected a loader state of format {_FORMAT_VERSION}, but found {state.get('format_version')}. "
+            f"Expected a loader state of format {_FORMAT_VERSION}, but found {version}. "
             "Resume with the version of adaptiveload_hf that wrote it."
         )
     expected, found = state.get("checksum"), _checksum(state)

@@ -164,6 +164,26 @@ def test_a_checkpoint_that_is_not_there_or_damaged_is_refused_by_name(tmp_path):
         file.write_bytes(damaged)
         with pytest.raises(UserError, match=r"Expected a loader's state in .*custom_checkpoint_0\.pkl: .+"):
             loader.load_checkpoint(tmp_path)
+    torch.save([1], file)
+    with pytest.raises(UserError, match="Expected a loader state of format 2, but found list"):
+        loader.load_checkpoint(tmp_path)
+
+
+def test_a_flipped_byte_in_a_checkpoint_is_named_or_changes_nothing(tmp_path):
+    loader = make()
+    train(loader, 2)
+    loader.accelerator.save_state(str(tmp_path))
+    file, state = tmp_path / "custom_checkpoint_0.pkl", loader.state_dict()
+    whole = file.read_bytes()
+    refused = 0
+    for position in range(0, len(whole), 11):
+        file.write_bytes(whole[:position] + bytes([whole[position] ^ 255]) + whole[position + 1 :])
+        try:
+            loader.load_checkpoint(tmp_path)
+        except UserError:
+            refused += 1
+        assert loader.state_dict() == state, position
+    assert refused > 50
 
 
 def test_accelerate_prepares_the_loader_as_it_is():

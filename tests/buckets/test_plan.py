@@ -135,6 +135,9 @@ def test_too_few_samples_for_an_optimizer_step_are_refused():
 def test_wrong_options_are_refused():
     with pytest.raises(UserError, match="policy is one of dual, equal_token, equal_time, fixed, but found 'duel'"):
         plan(policy="duel")
+    for run in ({"world_size": 0}, {"world_size": 1.5}, {"gradient_accumulation_steps": "2"}):
+        with pytest.raises(UserError, match="must be at least 1 and whole, but found"):
+            plan(**run)
     for target in (0, -1.0, math.inf, "fast"):
         with pytest.raises(UserError, match="target_seconds is 'auto' or a number above 0"):
             plan(target_seconds=target)

@@ -125,6 +125,15 @@ def test_a_damaged_file_of_simpletuner_is_named(tmp_path, damaged):
     assert len(problems) == 1 and problems[0].startswith("bad.pt: ") and said in problems[0]
 
 
+def test_a_file_of_simpletuner_whose_pickle_is_empty_is_named(tmp_path):
+    torch.save({"latents": latent(3)}, tmp_path / "good.pt")
+    content = (tmp_path / "good.pt").read_bytes()
+    start = content.index(b"\x80\x02")
+    (tmp_path / "bad.pt").write_bytes(content[:start] + b"\x80\x02." + content[start + 3 :])
+    dataset, problems = load_latent_folder(tmp_path, latent_normalized=True)
+    assert len(dataset) == 1 and "bad.pt: is no whole file of torch.save" in problems[0]
+
+
 def test_code_in_a_pickle_does_not_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save(latent(), "good.pt")
