@@ -1,7 +1,6 @@
 """What does `adaptiveload fit | plan | simulate | report` parse, call and print? Tables on stdout, words on stderr."""
 
 import json
-import shlex
 import sys
 import warnings
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from typing import Annotated
 import typer
 
 from .errors import UserError, exit_on_user_error
+from .tables import print_json, print_table, say, say_next
 
 app = typer.Typer(
     help="Fit what a training step costs, plan batch sizes, predict the gain, and look at a run.",
@@ -60,48 +60,55 @@ _COLUMNS = {  # key of `simulate --json` -> (column, format); those that a row l
 def main():
     """Run the command line; a UserError ends it with one line and status 1."""
     sys.stdout.reconfigure(errors="backslashreplace")
-    warnings.showwarning = lambda message, *_, **__: _say(f"adaptiveload: warning: {message}")
+    warnings.showwarning = lambda message, *_, **__: say(f"adaptiveload: warning: {message}")
     with exit_on_user_error("adaptiveload"):
         app()
 
 
 @app.command()
 def fit(
-    measurements: Annotated[Path, typer.Argument(metavar="MEASUREMENTS", help="measurements.jsonl of a benchmark.")],
     output: Annotated[Path, typer.Option(metavar="CONFIG", help="Folder for the bucket config.")],
+    measurements: Annotated[
+        Path | None, typer.Argument(metavar="[MEASUREMENTS]", help="measurements.jsonl of a benchmark.")
+    ] = None,
+    from_log: Annotated[
+        Path | None, typer.Option(metavar="LOG", help="Instead: metrics.jsonl of a training run.")
+    ] = None,
     patch_size: Annotated[str, typer.Option(metavar="FxHxW", help="The model's patch size.")] = "1x2x2",
     text_tokens: Annotated[int, typer.Option(min=0, help="Text tokens that join the attention (Wan: 0).")] = 0,
     as_json: AsJson = False,
 ):
-    """Fit the cost and memory laws to measurements and write a bucket config.
+    """Fit the cost and memory laws to measurements, or the cost to a training run, and write a bucket config.
 
-    Model and set-up are taken over from a bucket_config.json beside the measurements, if there is one.
+    Model and set-up are taken over from a bucket_config.json beside the measurements or the log, if there is one.
 
     \b
     Example:
       adaptiveload fit config/measurements.jsonl --output config
+      adaptiveload fit --from-log run/metrics.jsonl --output refitted
     """
-    from .buckets.cost import read_measurements
-    from .buckets.fit import describe_measurements, fit_cost_model
+    from .buckets.fit import describe_measurements
     from .config import BucketConfig
     from .config_file import CONFIG_FILE
 
-    measured, problems = read_measurements(measurements)
-    for problem in problems:
-        warnings.warn(f"{problem} The other lines are used.", stacklevel=1)
-    origin = {"model": {}, "environment": {}}
-    if measurements.with_name(CONFIG_FILE).is_file():
-        known = BucketConfig.from_pretrained(measurements.parent)
-        origin = {"model": known.model, "environment": known.environment}
-        geometry = known.geometry
+    if (measurements is None) == (from_log is None):
+        raise typer.BadParameter("give either MEASUREMENTS or --from-log LOG")
+    source = measurements or from_log
+    origin = {"model": {}, "environment": {}, "geometry": _geometry(patch_size, text_tokens)}
+    if source.with_name(CONFIG_FILE).is_file():
+        known = BucketConfig.from_pretrained(source.parent)
+        origin = {"model": known.model, "environment": known.environment, "geometry": known.geometry}
+    if from_log is None:
+        measured, fitted = _fit_measurements(source)
     else:
-        geometry = _geometry(patch_size, text_tokens)
-    fitted = fit_cost_model(measured)
-    config = BucketConfig.from_measurements(measured, geometry=geometry, fit=fitted, **origin)
+        measured, fitted, ranks = _fit_log(source, origin["geometry"])
+        origin["environment"] = {**origin["environment"], **ranks}
+    config = BucketConfig.from_measurements(measured, fit=fitted, **origin)
     config.save_pretrained(output)
-    _print_fit(config, fitted, describe_measurements(measured), as_json)
-    _say(f"{len(measured)} measurements fitted; the bucket config is in {output}")
-    _say_next("adaptiveload", "plan", str(output), "--dataset", "PREPARED", "--world-size", "8")
+    _print_fit(config, fitted, describe_measurements(measured) if from_log is None else [], as_json)
+    kind = "measurements" if from_log is None else "optimizer steps"
+    say(f"{len(fitted.steps.names)} {kind} fitted; the bucket config is in {output}")
+    say_next("adaptiveload", "plan", str(output), "--dataset", "PREPARED", "--world-size", "8")
 
 
 @app.command()
@@ -139,17 +146,17 @@ def plan(
     )
     unit = loaded.cost_model.unit
     if as_json:
-        _print_json(_in_unit(made.to_dict(), unit))
+        print_json(_in_unit(made.to_dict(), unit))
     else:
         header = ("shape", "pixels", "tokens", "samples", "batch size", unit, "GiB", "bound by")
-        _print_table(header, [_bucket_row(bucket) for bucket in made.buckets])
+        print_table(header, [_bucket_row(bucket) for bucket in made.buckets])
     for finding in made.findings:
-        _say(finding)
+        say(finding)
     options = [*_source(dataset, shapes), *_rank_options(ranks)]
     options += ["--memory-limit-gib", f"{memory_limit_gib:g}"] if memory_limit_gib is not None else []
     options += ["--samples-per-step", f"{samples_per_step:g}"] if samples_per_step is not None else []
     options += ["--allow-extrapolation"] if allow_extrapolation else []
-    _say_next("adaptiveload", "simulate", config, *options)
+    say_next("adaptiveload", "simulate", config, *options)
 
 
 @app.command()
@@ -197,13 +204,13 @@ def simulate(
     )
     rows = [_in_unit(_simulation(row), loaded.cost_model.unit) for row in rows]
     if as_json:
-        _print_json(rows)
+        print_json(rows)
     else:
         columns = [name for name in _COLUMNS if name in rows[0]]
-        _print_table([_COLUMNS[n][0] for n in columns], [[_COLUMNS[n][1].format(r[n]) for n in columns] for r in rows])
+        print_table([_COLUMNS[n][0] for n in columns], [[_COLUMNS[n][1].format(r[n]) for n in columns] for r in rows])
     recipe = ("accelerate", "launch", "recipes/train_wan.py", "--bucket_config", config, "--output_dir", "run")
     data = ("--dataset", str(dataset or "PREPARED"), "--pretrained_model_name_or_path", "PIPELINE")
-    _say_next(*recipe, *data, "--gradient_accumulation_steps", str(accumulations[0]))
+    say_next(*recipe, *data, "--gradient_accumulation_steps", str(accumulations[0]))
 
 
 @app.command()
@@ -229,7 +236,7 @@ def report(
     ranks = _ranks(loaded, world_size, gradient_accumulation_steps)
     for problem in write_report(output, loaded, read_shapes(load_prepared(dataset)), run=run, **ranks):
         warnings.warn(problem, stacklevel=1)
-    _say("next: open the report in a browser")
+    say("next: open the report in a browser")
     print(output)
 
 
@@ -276,7 +283,7 @@ def _ranks(config, world_size, gradient_accumulation_steps):
             option = "--" + name.replace("_", "-")
             if given[name] is None:
                 raise UserError(f"The config does not say its {name}. Pass {option}.")
-            _say(f"{option} {given[name]}, as measured")
+            say(f"{option} {given[name]}, as measured")
     return given
 
 
@@ -299,6 +306,30 @@ def _geometry(patch_size, text_tokens):
     return TokenGeometry((frames, height, width), text_tokens)
 
 
+def _fit_measurements(path):
+    """(measurements, CostFit) of a benchmark; broken lines are said."""
+    from .buckets.cost import read_measurements
+    from .buckets.fit import fit_cost_model
+
+    measured, problems = read_measurements(path)
+    for problem in problems:
+        warnings.warn(f"{problem} The other lines are used.", stacklevel=1)
+    return measured, fit_cost_model(measured)
+
+
+def _fit_log(path, geometry):
+    """(measurements, CostFit, ranks and accumulation) of a training run; what is left out is said."""
+    from .buckets.training_log import apportion_seconds, fit_training_log, read_training_log
+
+    log = read_training_log(path, geometry)
+    for reason in log.left_out:
+        say(reason)
+    fitted = fit_training_log(log)
+    _, accumulation, world_size = log.shapes.shape
+    ranks = {"world_size": world_size, "gradient_accumulation_steps": accumulation}
+    return apportion_seconds(log, fitted), fitted, ranks
+
+
 def _print_fit(config, fitted, findings, as_json):
     """The laws, how sure their parameters are, and on stderr what strays and what is to be known."""
     from .buckets.fit import find_outliers, parameter_confidence
@@ -308,15 +339,15 @@ def _print_fit(config, fitted, findings, as_json):
     if as_json:
         details = {"confidence": confidence, "outliers": list(map(asdict, outliers)), "findings": findings}
         counts = {"memory_model": config.config["memory_model"], "measurements": len(config.measurements)}
-        _print_json({**laws, **counts, **details})
+        print_json({**laws, **counts, **details})
     else:
-        _print_table(("law", "kind", "parameters", "median error", "largest", "left out"), _law_rows(laws))
+        print_table(("law", "kind", "parameters", "median error", "largest", "left out"), _law_rows(laws))
         print()
         rows = [(name, f"{fitted.model.parameters[name]:.4g}", f"{low:.4g}", f"{high:.4g}")
                 for name, (low, high) in confidence.items()]  # fmt: skip
-        _print_table(("parameter of the law used", "value", "90% from", "to"), rows)
+        print_table(("parameter of the law used", "value", "90% from", "to"), rows)
     for words in (*outliers, *findings):
-        _say(str(words))
+        say(str(words))
 
 
 def _law_rows(laws):
@@ -362,38 +393,3 @@ def _source(dataset, shapes):
 
 def _rank_options(ranks):
     return [word for name, value in ranks.items() for word in ("--" + name.replace("_", "-"), str(value))]
-
-
-def _print_json(value):
-    print(json.dumps(value, indent=2, allow_nan=False))
-
-
-def _print_table(header, rows):
-    """A table; on a terminal too narrow for it one line a cell. Nothing is folded or cut off."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    rows = [[str(cell) for cell in row] for row in rows]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for index, name in enumerate(header):
-        table.add_column(name, no_wrap=True, justify="right" if index else "left")
-    for row in rows:
-        table.add_row(*row)
-    console = Console(file=sys.stdout, markup=False, highlight=False, emoji=False)
-    width = console.measure(table, options=console.options.update(max_width=1000)).maximum
-    if sys.stdout.isatty() and console.width < width:
-        widest = max(map(len, header))
-        for row in rows:
-            print(*(f"{name:{widest}}  {cell}" for name, cell in zip(header, row)), sep="\n", end="\n\n")
-    else:
-        console.width = width
-        console.print(table)
-
-
-def _say(words):
-    print(words, file=sys.stderr)
-
-
-def _say_next(*words):
-    _say("next: " + shlex.join(words))

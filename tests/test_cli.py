@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.measured import make_config, measure, save_dataset
+from support.measured import COST, make_config, measure, save_dataset
+from support.training_logs import write_log
 
 from adaptiveload_hf import BucketConfig, cli
 
@@ -77,6 +78,22 @@ def test_fit_says_how_sure_it_is_and_what_strays_and_contradicts_itself(run, fil
     assert set(found["confidence"]) == set(found["cost_model"]["parameters"])
     assert [stray["name"] for stray in found["outliers"]] == ["5x60x104 at batch size 1"]
     assert len(found["findings"]) == 1
+
+
+def test_fit_from_a_log_writes_a_config_that_plans_within_what_ran(run, files):
+    write_log(files / "log.jsonl", COST, steps=60)
+    status, out, err = run("fit", "--from-log", "log.jsonl", "--output", "refitted", "--json")
+    assert status == 0
+    assert json.loads(out)["cost_model"]["errors"]["median"] < 0.05
+    assert "2 steps are left out: the first 2." in err and "optimizer steps fitted" in err
+    config = BucketConfig.from_pretrained(files / "refitted")
+    assert config.environment == {"world_size": 2, "gradient_accumulation_steps": 2}
+    assert config.memory_model is None
+    status, _, err = run("plan", "refitted", "--shapes", "shapes.json")
+    assert status == 0 and "Memory was not measured: micro-batches stay within" in err
+    for wrong in ((), ("measurements.jsonl", "--from-log", "log.jsonl")):
+        status, _, err = run("fit", *wrong, "--output", "refitted")
+        assert status == 2 and "give either MEASUREMENTS or --from-log LOG" in err
 
 
 def test_fit_beside_a_config_keeps_its_model_and_environment(run, files):

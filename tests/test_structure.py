@@ -30,6 +30,7 @@ LAYERS = [
         "buckets.shapes",
         "figures",
         "hub",
+        "tables",
     },
     {
         "adaln.gradients",
@@ -42,7 +43,7 @@ LAYERS = [
         "card",
         "config_file",
     },
-    {"adaln.families", "adaln.pairs", "buckets.workload"},
+    {"adaln.families", "adaln.pairs", "buckets.training_log", "buckets.workload"},
     {"adaln.registry", "adaln.rewrite", "buckets.plan", "buckets.schedule", "buckets.tar_index"},
     {"adaln.schemas", "buckets.ranks", "buckets.simulate", "buckets.sources"},
     {"adaln.ops", "buckets.sampler", "config", "distributed", "report"},

@@ -19,7 +19,8 @@ from support.launch import CPU_CONFIG, ROOT, command_of, environment_of, launch
 from support.prepared import save_config, save_prepared
 
 from adaptiveload_hf import UserError
-from adaptiveload_hf.buckets.shapes import load_prepared, read_shapes
+from adaptiveload_hf.buckets.shapes import TokenGeometry, load_prepared, read_shapes
+from adaptiveload_hf.buckets.training_log import read_training_log
 
 RECIPE = ROOT / "recipes" / "train_wan.py"
 COUNTS = {"1x4x4": 17, "1x4x8": 9, "2x4x8": 8, "5x4x8": 14}
@@ -108,6 +109,17 @@ def test_a_run_trains_every_sample_once_an_epoch_and_says_what_it_does(undisturb
     assert "***** Running training *****" in undisturbed.stderr
     assert "WanTransformerBlock" in undisturbed.stderr, "the patch report"
     assert list(undisturbed.folder.rglob("events.out.tfevents*")), "no tensorboard file"
+
+
+@pytest.mark.distributed
+def test_the_cost_fit_reads_every_line_that_a_run_writes(undisturbed, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(4 * (undisturbed.folder / "metrics.jsonl").read_text())
+    log = read_training_log(tmp_path / "metrics.jsonl", TokenGeometry((1, 2, 2)))
+    assert not [reason for reason in log.left_out if "line" in reason]
+    assert log.shapes.shape[1:] == (2, 2)
+    assert set(log.shapes.flat) <= set(COUNTS)
+    known = {f"step {line['step']}": line["seconds"] - line["data_wait_seconds"] for line in undisturbed.metrics}
+    assert [known[name] for name in log.steps.names] == log.steps.seconds.tolist()
 
 
 @pytest.mark.distributed
