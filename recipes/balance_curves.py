@@ -113,15 +113,15 @@ def encode_samples(copies: int, path: Path) -> None:
 
 
 def make_model() -> WanTransformer3DModel:
-    """1.3 million parameters; Wan 2.1 1.3B is the same class with 30 layers 12 times as wide."""
+    """0.3 million parameters; Wan 2.1 1.3B is the same class with 30 layers 24 times as wide."""
     return WanTransformer3DModel(
-        num_attention_heads=4,
+        num_attention_heads=2,
         attention_head_dim=32,
         in_channels=16,
         out_channels=16,
         text_dim=TEXT_WIDTH,
         freq_dim=64,
-        ffn_dim=512,
+        ffn_dim=256,
         num_layers=4,
         rope_max_seq_len=64,
     ).to(DEVICE)
