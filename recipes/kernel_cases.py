@@ -122,7 +122,7 @@ def contenders(case: Case) -> dict[str, Contender]:
     """Whose code is measured on a case, by name; our own CUDA kernel only where it is built."""
     options = {"heads": case.shape[2] // HEAD} if case.op == "rms_norm_rope" else {}
     found = {}
-    if ops.kernel_backend(case.op, "cuda") == "cuda":
+    if ops.kernel_backend("cuda") == "cuda":
         found["CUDA"] = fused(case.op, "auto", **options)
     found["Triton"] = fused(case.op, "triton", **options)
     found["eager"] = eager_of(case)

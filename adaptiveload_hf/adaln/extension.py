@@ -5,13 +5,6 @@ from pathlib import Path
 
 import torch
 
-OPS_WITH_KERNELS = (
-    "layer_norm_modulate",
-    "rms_norm_modulate",
-    "gate_residual",
-    "gate_residual_layer_norm_modulate",
-    "rms_norm_rope",
-)
 OLDEST_TORCH = (2, 11)
 
 _PATH = Path(__file__).parent.parent / "_C.abi3.so"

@@ -31,15 +31,15 @@ def extension_missing_reason() -> str | None:
     if problem is None and torch.cuda.is_available():
         problem = extension.device_problem(torch.cuda.current_device())
         if problem is not None:
-            registry.replace_extension(extension.OPS_WITH_KERNELS)
+            registry.replace_extension(OPS)
     return problem
 
 
-def kernel_backend(op: str, device_type: str) -> str:
-    """What `ops.<op>` runs on tensors of a device type ("cuda", "cpu", ...): "cuda", "triton" or "reference"."""
+def kernel_backend(device_type: str) -> str:
+    """What the ops run on tensors of a device type ("cuda", "cpu", ...): "cuda", "triton" or "reference"."""
     if device_type != "cuda":
         return "reference"
-    if op in extension.OPS_WITH_KERNELS and extension_missing_reason() is None:
+    if extension_missing_reason() is None:
         return "cuda"
     return "triton" if registry.has_triton else "reference"
 

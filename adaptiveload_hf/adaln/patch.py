@@ -53,11 +53,9 @@ def patch_model(
     names = _checked_ops(ops)
     _check_choice("backend", backend, _BACKENDS)
     _check_choice("verify", verify, _CHECKS)
-    _check_backend_runs(backend, names)
-    if backend == "cuda":
-        names = frozenset(name for name in names if kernel_backend(name, "cuda") == "cuda")
+    _check_backend_runs(backend)
     report = PatchReport(
-        {name: _shown_backend(name, backend, models) for name in OPS if name in names},
+        {name: _shown_backend(backend, models) for name in OPS if name in names},
         extension_missing=extension_missing_reason() if backend == "auto" else None,
     )
     unpatch_model(model)
@@ -181,7 +179,7 @@ def _checked_ops(ops: str | Collection[str]) -> frozenset[str]:
     return frozenset(names)
 
 
-def _check_backend_runs(backend: str, names: Collection[str]) -> None:
+def _check_backend_runs(backend: str) -> None:
     if backend not in ("cuda", "triton"):
         return
     if not torch.cuda.is_available():
@@ -192,17 +190,15 @@ def _check_backend_runs(backend: str, names: Collection[str]) -> None:
         return
     if reason := extension_missing_reason():
         raise UserError(f'backend="cuda" needs the CUDA extension, which is missing: {reason}. Or use backend="auto".')
-    if not any(kernel_backend(name, "cuda") == "cuda" for name in names):
-        raise UserError(f'backend="cuda" has no kernel for {", ".join(sorted(names))} yet. Use backend="auto".')
 
 
-def _shown_backend(op: str, backend: str, models: list[nn.Module]) -> str:
-    """Per device that the model may run on: what the op runs there."""
+def _shown_backend(backend: str, models: list[nn.Module]) -> str:
+    """Per device that the model may run on: what an op runs there."""
     if backend != "auto":
         return backend
     devices = {parameter.device.type for model in models for parameter in model.parameters()}
     devices |= {"cuda"} if torch.cuda.is_available() else set()
-    shown = [f"{kernel_backend(op, device)} on {device}" for device in sorted(devices)]
+    shown = [f"{kernel_backend(device)} on {device}" for device in sorted(devices)]
     return ", ".join(shown).replace("reference on cuda", "reference on cuda (Triton is not installed)")
 
 

@@ -26,7 +26,7 @@ has_triton = importlib.util.find_spec("triton") is not None
 def define(schema: str, kernel, fake):
     """An op of the `adaptiveload` namespace that runs `kernel` on every device, and `fake` on tensors without data.
 
-    And its twin in Triton, which also serves GPUs for which the extension has no kernel.
+    And its twin in Triton, which also serves CUDA tensors where the extension is not built.
     """
     name = schema.partition("(")[0]
     _REFERENCES[name], _TRITON_KERNELS[name] = kernel, _triton_kernel(name, kernel)
@@ -34,8 +34,7 @@ def define(schema: str, kernel, fake):
         LIBRARY.define(schema.replace(name, op, 1), tags=(torch.Tag.pt2_compliant_tag,))
         LIBRARY.impl(op, implementation, "CompositeExplicitAutograd")
         torch.library.register_fake(f"adaptiveload::{op}", fake, lib=LIBRARY)
-    built = extension.load_problem is None and name.removesuffix("_backward") in extension.OPS_WITH_KERNELS
-    if has_triton and not built:
+    if has_triton and extension.load_problem is not None:
         LIBRARY.impl(name, _TRITON_KERNELS[name], "CUDA")
 
 

@@ -24,7 +24,7 @@ WIDTHS = (8, 17, 1152, 1536, 2432, 5120, 6144, 8192)
 
 @pytest.fixture(autouse=True)
 def _seed_and_extension():
-    if ops.kernel_backend("gate_residual_layer_norm_modulate", DEVICE) != "cuda":
+    if ops.kernel_backend(DEVICE) != "cuda":
         pytest.skip(f"the extension is missing: {ops.extension_missing_reason()}")
     torch.manual_seed(0)
 

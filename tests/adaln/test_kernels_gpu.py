@@ -31,7 +31,7 @@ FLOOR = 2e-6
 
 @pytest.fixture(autouse=True)
 def _seed_and_extension():
-    if ops.kernel_backend("layer_norm_modulate", DEVICE) != "cuda":
+    if ops.kernel_backend(DEVICE) != "cuda":
         pytest.skip(f"the extension is missing: {ops.extension_missing_reason()}")
     torch.manual_seed(0)
 

@@ -24,7 +24,7 @@ WIDTHS = (8, 17, 1536, 2240, 2432, 4096, 5120, 8192)
 
 @pytest.fixture(autouse=True)
 def _seed_and_extension():
-    if ops.kernel_backend("rms_norm_modulate", DEVICE) != "cuda":
+    if ops.kernel_backend(DEVICE) != "cuda":
         pytest.skip(f"the extension is missing: {ops.extension_missing_reason()}")
     torch.manual_seed(0)
 

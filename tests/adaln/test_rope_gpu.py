@@ -16,7 +16,7 @@ FLOORS = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 
 @pytest.fixture(autouse=True)
 def _seed_and_extension():
-    if ops.kernel_backend("rms_norm_rope", DEVICE) != "cuda":
+    if ops.kernel_backend(DEVICE) != "cuda":
         pytest.skip(f"the extension is missing: {ops.extension_missing_reason()}")
     torch.manual_seed(0)
 

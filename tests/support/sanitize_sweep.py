@@ -25,33 +25,27 @@ def run(op, *operands, **options):
 
 
 def run_all(width, rows, dtype):
-    built = {op for op in ops.OPS if ops.kernel_backend(op, "cuda") == "cuda"}
     x, y = activation(width, dtype), activation(width, dtype)
     scale, shift, gate = modulation(rows, width, torch.float32)
     column = torch.randn(width, device="cuda").requires_grad_()
-    if "layer_norm_modulate" in built:
-        run("layer_norm_modulate", x, scale, shift, out_dtype=dtype)
-        ops.layer_norm_modulate(x, scale, shift, out_dtype=dtype).sum().backward()  # frozen modulation
-        tables = {"weight": column, "bias": column, "scale_table": column, "shift_table": column}
-        ops.layer_norm_modulate(x, scale, shift, **tables, out_dtype=dtype).sum().backward()
-    if "rms_norm_modulate" in built:
-        run("rms_norm_modulate", x, scale, shift, weight=column, out_dtype=dtype)
-    if "gate_residual" in built:
-        run("gate_residual", x, y, gate, gate_table=column, out_dtype=dtype)
-    if "gate_residual_layer_norm_modulate" in built:
-        dtypes = {"residual_dtype": dtype, "out_dtype": dtype}
-        run("gate_residual_layer_norm_modulate", x, y, gate, scale, shift, **dtypes)
-    if "rms_norm_rope" in built and width % 32 == 0:
+    run("layer_norm_modulate", x, scale, shift, out_dtype=dtype)
+    ops.layer_norm_modulate(x, scale, shift, out_dtype=dtype).sum().backward()  # frozen modulation
+    tables = {"weight": column, "bias": column, "scale_table": column, "shift_table": column}
+    ops.layer_norm_modulate(x, scale, shift, **tables, out_dtype=dtype).sum().backward()
+    run("rms_norm_modulate", x, scale, shift, weight=column, out_dtype=dtype)
+    run("gate_residual", x, y, gate, gate_table=column, out_dtype=dtype)
+    dtypes = {"residual_dtype": dtype, "out_dtype": dtype}
+    run("gate_residual_layer_norm_modulate", x, y, gate, scale, shift, **dtypes)
+    if width % 32 == 0:
         angles = torch.randn(1, S, 1, width // 4, device="cuda")
         weight = torch.randn(width, device="cuda").requires_grad_()
         ops.rms_norm_rope(x, weight, angles.cos(), angles.sin(), heads=4).sum().backward()
-    return built
 
 
 if __name__ == "__main__":
     if reason := ops.extension_missing_reason():
         raise SystemExit(f"sanitize_sweep: the extension is missing: {reason}")
     for case in itertools.product((33, 1536, 5120), (1, 4, S), (torch.bfloat16, torch.float32)):
-        found = run_all(*case)
+        run_all(*case)
     torch.cuda.synchronize()
-    print(f"ran {', '.join(sorted(found))}")
+    print(f"ran {', '.join(sorted(ops.OPS))}")
