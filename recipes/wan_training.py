@@ -328,7 +328,7 @@ def _refuse_unsafe_sharding(accelerator: Accelerator, gradient_checkpointing: bo
     policy = plugin.mixed_precision_policy
     if gradient_checkpointing and policy is not None and policy.param_dtype is not None and policy.cast_forward_inputs:
         raise UserError(
-            "--gradient_checkpointing fails under FSDP2 with cast_forward_inputs=True (the rotary tables are cast to "
-            f"{policy.param_dtype} in forward, but not when recomputed). Set fsdp_activation_checkpointing: true in "
-            "the launch configuration instead."
+            "--gradient_checkpointing does not go with cast_forward_inputs=True of FSDP2: timesteps and rotary tables "
+            f"lose precision to {policy.param_dtype}, and torch 2.11 fails when it recomputes a block, since it casts "
+            "them in forward only. Set fsdp_activation_checkpointing: true in the launch configuration instead."
         )
