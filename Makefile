@@ -5,13 +5,16 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 DIFFUSERS := 0.41.0 0.42.0 0.42.1
 
-.PHONY: demo test matrix lint gpu-test gpu-test-sm80 sanitize clean
+.PHONY: demo test test-slow matrix lint gpu-test gpu-test-sm80 sanitize clean
 
 demo: $(INSTALLED)  ## prepare, measure, fit, plan, train, resume, report on small real files (DATA=folder for your own)
 	bash recipes/demo.sh $(DATA)
 
-test: $(INSTALLED)  ## everything that needs no GPU
-	$(BIN)/python -m pytest -m "not gpu"
+test: $(INSTALLED)  ## everything that needs no GPU and no patience, on two processes
+	$(BIN)/python -m pytest -m "not gpu and not slow" --numprocesses 2 --dist loadfile
+
+test-slow: $(INSTALLED)  ## minutes of kills and resumes
+	$(BIN)/python -m pytest -m "slow and not gpu"
 
 # Everything else stays as pinned.
 matrix: $(INSTALLED)  ## the model half with the oldest supported diffusers, one between, and the newest

@@ -92,7 +92,6 @@ def test_a_wheel_without_cuda_is_pure_python_and_holds_the_package(tmp_path):
     assert not [name for name in names if name.startswith(("csrc", "tests", "recipes"))]
 
 
-@pytest.mark.slow
 def test_kernels_compile_without_spills_and_warnings():
     if shutil.which("nvcc") is None:
         pytest.skip("needs nvcc")

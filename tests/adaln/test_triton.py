@@ -19,7 +19,6 @@ NORM = (ROWS["m"], ROWS["m"], "*fp32", None, "*fp32", "*fp32", "fp32", "fp32")
 
 
 @needs_triton
-@pytest.mark.slow
 def test_the_kernels_are_right_under_the_interpreter():
     # In a process of its own: Triton looks at the variable when it is imported.
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/adaln/test_triton_kernels.py"]

@@ -133,7 +133,6 @@ def test_the_gradient_of_uneven_ranks_is_that_of_one_process_on_the_union(world_
     check_gradients(world_size, strategy, {})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "sizes"), [("fsdp2", {}), ("hsdp", {"dp_replicate_size": 2, "dp_shard_size": 2})]
 )

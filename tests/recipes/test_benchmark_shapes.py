@@ -40,7 +40,6 @@ def arguments(pipeline, dataset, output_dir, *extra):
 
 
 @pytest.mark.distributed
-@pytest.mark.slow
 def test_one_command_measures_the_sharded_step_fits_plans_simulates_and_writes(one_layer, dataset, tmp_path):
     output = tmp_path / "config"
     done = launch(RECIPE, *arguments(one_layer, dataset, output, "--from_scratch"), timeout=300)

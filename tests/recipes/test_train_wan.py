@@ -142,7 +142,6 @@ def test_the_trained_transformer_loads_alone_and_into_the_pipeline(undisturbed, 
 
 
 @pytest.mark.distributed
-@pytest.mark.slow
 def test_a_run_whose_rank_is_killed_goes_on_bit_for_bit(undisturbed, setup):
     run = setup.folder / "killed"
     options = ("--checkpoints_total_limit", 1, "--resume_from_checkpoint", "latest")
