@@ -25,10 +25,10 @@ import numpy as np
 import torch
 from diffusers import WanTransformer3DModel
 from diffusers.optimization import get_scheduler
+from flow_matching import FlowMatching
 from make_demo_clips import SAMPLES, draw_scene
 from schedule_gates import LONGEST, law
 from tiny_wan import TEXT_WIDTH, tiny_wan
-from wan_training import FlowMatching
 
 from adaptiveload_hf.buckets.plan import make_plan
 from adaptiveload_hf.buckets.schedule import schedule_epoch
@@ -189,12 +189,22 @@ def train(path: Path, run: dict, mode: str, seed: int, steps: int) -> dict:
     }
 
 
+def predict_with(model: WanTransformer3DModel):
+    """The model as FlowMatching calls it."""
+
+    def predict(noisy, timestep, batch):
+        captions = batch["prompt_embeds"].to(model.dtype)
+        return model(noisy.to(model.dtype), timestep, captions, return_dict=False)[0]
+
+    return predict
+
+
 def backward(model, flow: FlowMatching, data: Samples, epoch: int, samples: np.ndarray, weights: np.ndarray) -> float:
     """Adds the gradient of sum(weights * loss) over the samples of an optimizer step; returns that sum."""
     total = torch.zeros((), device=DEVICE)
     for bucket in np.unique(data.bucket[samples]):
         chosen = data.bucket[samples] == bucket
-        each = flow.sample_losses(model, data.batch(samples[chosen]), epoch, model.dtype)
+        each = flow.sample_losses(predict_with(model), data.batch(samples[chosen]), epoch)
         loss = (each * torch.from_numpy(weights[chosen]).to(each)).sum()
         loss.backward()
         total += loss.detach()
@@ -207,7 +217,7 @@ def evaluate(data: Samples, model, samples: np.ndarray) -> list[float]:
     flow, means = FlowMatching(3.0, "logit_normal", 0.0, 1.0, 1.29, seed=-1), []
     for bucket in range(len(data.shapes)):
         chosen = samples[data.bucket[samples] == bucket]
-        means.append(float(flow.sample_losses(model, data.batch(chosen), 0, torch.float32).mean()))
+        means.append(float(flow.sample_losses(predict_with(model), data.batch(chosen), 0).mean()))
     return means
 
 

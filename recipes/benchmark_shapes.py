@@ -11,16 +11,18 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import set_seed
-from wan_training import (
-    add_flow_arguments,
-    add_model_arguments,
-    check_dataset,
+from diffusers import WanTransformer3DModel
+from flow_matching import make_flow_matching
+from model_setup import (
     describe_run,
+    load_transformer,
     load_transformer_config,
-    make_flow_matching,
     prepare_training,
-    run_micro_step,
+    refuse_unsafe_sharding,
 )
+from training_arguments import add_flow_arguments, add_model_arguments
+from training_loop import run_micro_step
+from wan_training import check_dataset, wan_predict
 
 from adaptiveload_hf import (
     BucketConfig,
@@ -61,12 +63,13 @@ def main():
 
 def benchmark(accelerator, args):
     set_seed(args.seed)  # the same on all ranks: FSDP2 shards what each rank holds and broadcasts nothing
+    refuse_unsafe_sharding(accelerator, args.gradient_checkpointing)
     dataset = load_prepared(args.dataset)
-    transformer_config = load_transformer_config(args)
+    transformer_config = load_transformer_config(WanTransformer3DModel, args)
     check_dataset(dataset, transformer_config)
     counts = shape_counts(read_shapes(dataset))
     geometry = TokenGeometry(tuple(transformer_config["patch_size"]))
-    model_facts, environment = describe_run(accelerator, args, transformer_config)
+    model_facts, environment = describe_run(accelerator, args, WanTransformer3DModel, transformer_config)
     output_dir = Path(args.output_dir)
     if accelerator.is_main_process:
         keep_one_setup(output_dir, {"model": model_facts, "environment": environment})
@@ -95,10 +98,14 @@ def benchmark(accelerator, args):
 
 def make_run_step(accelerator, args, dataset):
     """The real optimizer step, on random latents: forward, loss, backward and K micro-steps, clip, AdamW."""
-    model, optimizer, scheduler = prepare_training(accelerator, args)
-    flow = make_flow_matching(args)
+    transformer = load_transformer(WanTransformer3DModel, args)
+    model, optimizer, scheduler = prepare_training(accelerator, args, transformer)
+    flow, predict = make_flow_matching(args), wan_predict(accelerator, model)
     row = dataset.select_columns(["latent_shape", "prompt_embeds_shape"])[0]
     channels, text_shape = row["latent_shape"][0], row["prompt_embeds_shape"]
+
+    def losses(batch):
+        return flow.sample_losses(predict, batch, epoch=0)
 
     def run_step(shape: LatentShape, batch_size: int):
         model.zero_grad()
@@ -110,7 +117,7 @@ def make_run_step(accelerator, args, dataset):
             "loss_weight": 1.0,
         }
         for _ in range(args.gradient_accumulation_steps):
-            run_micro_step(accelerator, model, optimizer, scheduler, flow, batch, 0, args.max_grad_norm)
+            run_micro_step(accelerator, model, optimizer, scheduler, losses, batch, args.max_grad_norm)
 
     return run_step
 

@@ -7,22 +7,20 @@ import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from datasets import load_from_disk
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from flow_matching import FlowMatching, make_flow_matching
+from model_setup import (
+    describe_run,
+    load_transformer,
+    load_transformer_config,
+    prepare_training,
+    refuse_unsafe_sharding,
+)
 from support.accelerators import FSDP2, fresh_accelerate, one_rank
 from support.prepared import save_prepared
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from wan_training import (
-    FlowMatching,
-    add_flow_arguments,
-    add_model_arguments,
-    add_scheduler_arguments,
-    check_dataset,
-    describe_run,
-    latent_statistics,
-    load_transformer_config,
-    make_flow_matching,
-    prepare_training,
-    run_micro_step,
-)
+from training_arguments import add_flow_arguments, add_model_arguments, add_scheduler_arguments
+from training_loop import run_micro_step
+from wan_training import check_dataset, latent_statistics, wan_predict
 
 from adaptiveload_hf import UserError, make_accelerator
 
@@ -44,6 +42,10 @@ def arguments(tiny_pipeline):
 @pytest.fixture
 def dataset(tmp_path):
     return load_from_disk(save_prepared(tmp_path, {"1x4x4": 2, "2x4x4": 1}) / "dataset")
+
+
+def prepared(accelerator, args):
+    return prepare_training(accelerator, args, load_transformer(WanTransformer3DModel, args))
 
 
 def latents(*samples: int) -> torch.Tensor:
@@ -88,23 +90,26 @@ def test_uniform_sigma_has_mean_one_half_and_a_positive_logit_mean_means_less_no
 def test_the_loss_is_the_weighted_mean_square_of_the_velocity_error(scheme, weight):
     flow = FlowMatching(3.0, scheme, 0.0, 1.0, 1.29, 0)
     latent = torch.randn(3, 16, 2, 4, 4)
-    batch = {"latent": latent, "prompt_embeds": torch.zeros(3, 2, 32), "sample_index": torch.arange(3)}
+    batch = {"latent": latent, "sample_index": torch.arange(3)}
     noise, sigma = flow.draw(latent, 4, batch["sample_index"])
     off = torch.tensor([0.0, 1.0, 2.0]).view(-1, 1, 1, 1, 1)
 
-    def model(hidden_states, timestep, encoder_hidden_states, return_dict):
-        torch.testing.assert_close(hidden_states, (1 - sigma) * latent + sigma * noise)
-        torch.testing.assert_close(timestep, 1000 * sigma.flatten())
-        return (noise - latent + off,)
+    def predict(noisy, timestep, given):
+        mix = sigma.view(-1, 1, 1, 1, 1)
+        torch.testing.assert_close(noisy, (1 - mix) * latent + mix * noise)
+        torch.testing.assert_close(timestep, 1000 * sigma)
+        assert given is batch
+        return noise - latent + off
 
-    loss = flow.loss(model, batch, 4, torch.float32)
-    torch.testing.assert_close(loss, (weight(sigma.flatten()) * torch.tensor([0.0, 1.0, 4.0])).mean())
+    losses = flow.sample_losses(predict, batch, 4)
+    torch.testing.assert_close(losses, weight(sigma) * torch.tensor([0.0, 1.0, 4.0]))
 
 
 def test_under_bf16_autocast_the_model_sees_the_timestep_to_a_thousandth(tiny_pipeline, arguments):
     with fresh_accelerate(ACCELERATE_USE_CPU="true"):
         accelerator = make_accelerator(mixed_precision="bf16")
-        model, optimizer, scheduler = prepare_training(accelerator, arguments())
+        model, optimizer, scheduler = prepared(accelerator, arguments())
+        predict = wan_predict(accelerator, model)
         seen = []
         model.condition_embedder.timesteps_proj.register_forward_hook(lambda m, i, o: seen.append(i[0]))
         batch = {
@@ -113,8 +118,10 @@ def test_under_bf16_autocast_the_model_sees_the_timestep_to_a_thousandth(tiny_pi
             "sample_index": torch.arange(6),
             "loss_weight": 1.0,
         }
-        loss, grad_norm = run_micro_step(accelerator, model, optimizer, scheduler, FLOW, batch, 0, 1.0)
-    exact = 1000 * FLOW.draw(batch["latent"], 0, batch["sample_index"])[1].flatten()
+        loss, grad_norm = run_micro_step(
+            accelerator, model, optimizer, scheduler, lambda b: FLOW.sample_losses(predict, b, 0), batch, 1.0
+        )
+    exact = 1000 * FLOW.draw(batch["latent"], 0, batch["sample_index"])[1]
     assert (seen[0] - exact).abs().max() < 1e-3
     assert loss.dtype == torch.float32
     assert float(grad_norm) > 0
@@ -131,11 +138,11 @@ def test_the_shift_is_the_pipelines_unless_given(arguments, tmp_path):
 
 def test_a_folder_that_is_no_pipeline_is_named(arguments, tmp_path):
     with pytest.raises(UserError, match=r"with the folder 'transformer', but"):
-        load_transformer_config(arguments("--pretrained_model_name_or_path", str(tmp_path)))
+        load_transformer_config(WanTransformer3DModel, arguments("--pretrained_model_name_or_path", str(tmp_path)))
 
 
 def test_latents_and_captions_of_another_width_are_refused(arguments, dataset):
-    config = load_transformer_config(arguments())
+    config = load_transformer_config(WanTransformer3DModel, arguments())
     check_dataset(dataset, config)
     with pytest.raises(UserError, match=r"latents of width 36 \(in_channels\), but the dataset holds width 16"):
         check_dataset(dataset, {**config, "in_channels": 36})
@@ -158,9 +165,11 @@ def test_latents_that_are_not_normalised_take_the_statistics_of_the_vae(argument
 def test_a_run_describes_what_its_seconds_hold_for(arguments):
     with fresh_accelerate(ACCELERATE_USE_CPU="true"):
         args = arguments("--gradient_checkpointing", "--no_patch")
-        config = load_transformer_config(args)
-        model, environment = describe_run(make_accelerator(gradient_accumulation_steps=2), args, config)
-        deeper, _ = describe_run(make_accelerator(), args, {**config, "num_layers": 5})
+        config = load_transformer_config(WanTransformer3DModel, args)
+        model, environment = describe_run(
+            make_accelerator(gradient_accumulation_steps=2), args, WanTransformer3DModel, config
+        )
+        deeper, _ = describe_run(make_accelerator(), args, WanTransformer3DModel, {**config, "num_layers": 5})
     assert model["class"] == "WanTransformer3DModel"
     assert model["config_hash"] != deeper["config_hash"]
     assert (environment["world_size"], environment["strategy"], environment["dtype"]) == (1, "single", "float32")
@@ -177,7 +186,7 @@ def test_a_run_describes_what_its_seconds_hold_for(arguments):
 )
 def test_fsdp_settings_that_fail_in_the_first_step_are_refused(arguments, variables, flags, message):
     with fresh_accelerate(**one_rank(**{**FSDP2, **variables})), pytest.raises(UserError, match=message):
-        prepare_training(make_accelerator(), arguments(*flags))
+        refuse_unsafe_sharding(make_accelerator(), arguments(*flags).gradient_checkpointing)
 
 
 def test_checkpointing_under_a_policy_that_casts_inputs_is_refused_by_name(arguments):
@@ -185,13 +194,13 @@ def test_checkpointing_under_a_policy_that_casts_inputs_is_refused_by_name(argum
         plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=MixedPrecisionPolicy(torch.bfloat16))
         accelerator = make_accelerator(fsdp_plugin=plugin)
         with pytest.raises(UserError, match=r"cast_forward_inputs=True.*fsdp_activation_checkpointing: true"):
-            prepare_training(accelerator, arguments("--gradient_checkpointing"))
+            refuse_unsafe_sharding(accelerator, gradient_checkpointing=True)
 
 
 def test_from_scratch_takes_the_configuration_but_not_the_weights(arguments, tiny_pipeline):
     with fresh_accelerate(ACCELERATE_USE_CPU="true"):
         torch.manual_seed(1)
-        model = prepare_training(make_accelerator(), arguments("--from_scratch", "--no_patch"))[0]
+        model = prepared(make_accelerator(), arguments("--from_scratch", "--no_patch"))[0]
     saved = WanTransformer3DModel.from_pretrained(tiny_pipeline, subfolder="transformer")
     assert dict(model.config).items() >= {"num_layers": saved.config.num_layers}.items()
     assert not torch.equal(model.proj_out.weight, saved.proj_out.weight)

@@ -1,0 +1,83 @@
+"""How does a run leave checkpoints that a kill cannot spoil, and find the one to go on from?"""
+
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from adaptiveload_hf import UserError
+
+
+def checkpoints_in(output_dir: Path) -> dict[int, Path]:
+    """Whole checkpoints by step; one that was cut short still has its temporary name."""
+    found = {re.fullmatch(r"checkpoint-(\d+)", path.name): path for path in output_dir.glob("checkpoint-*")}
+    return {int(match[1]): path for match, path in sorted(found.items(), key=lambda x: str(x[1])) if match}
+
+
+def find_checkpoint(accelerator: Accelerator, output_dir: Path, wanted: str | None) -> Path | None:
+    """The checkpoint to resume from, the same on all ranks; None starts afresh.
+
+    Raises:
+        UserError: `wanted` is not there; or nothing is wanted and the folder already holds a run.
+    """
+    found: list[str | None] = [None]
+    if accelerator.is_main_process:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        present = checkpoints_in(output_dir)
+        names = ", ".join(path.name for path in present.values()) or "none"
+        if wanted is None and present:
+            raise UserError(
+                f"{output_dir} already holds a run ({names}). Pass --resume_from_checkpoint latest to go on with it, "
+                "or another --output_dir."
+            )
+        if wanted == "latest":
+            if present:
+                found[0] = str(present[max(present)])
+            else:
+                print(f"no checkpoint in {output_dir} yet: starting afresh", file=sys.stderr)
+        elif wanted is not None:
+            path = next((p for p in (Path(wanted), output_dir / wanted) if p.is_dir()), None)
+            if path is None:
+                raise UserError(
+                    f"--resume_from_checkpoint {wanted}: no such folder; {output_dir} holds {names}. Pass one of "
+                    "them, or 'latest'."
+                )
+            found[0] = str(path)
+    broadcast_object_list(found)
+    return None if found[0] is None else Path(found[0])
+
+
+def save_checkpoint(accelerator: Accelerator, output_dir: Path, step: int, total_limit: int | None) -> None:
+    """Saves under a temporary name and renames, so that a save that is killed never becomes `latest`."""
+    whole, partial = output_dir / f"checkpoint-{step}", output_dir / f"partial-checkpoint-{step}"
+    if accelerator.is_main_process:
+        for cut_short in output_dir.glob("partial-checkpoint-*"):
+            shutil.rmtree(cut_short)
+    accelerator.wait_for_everyone()
+    accelerator.save_state(str(partial))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        if whole.exists():  # of a run that was resumed from further back
+            shutil.rmtree(whole)
+        os.replace(partial, whole)
+        present = checkpoints_in(output_dir)
+        for old in sorted(present)[: -total_limit if total_limit else 0]:
+            shutil.rmtree(present[old])
+    accelerator.wait_for_everyone()
+
+
+def keep_metrics_until(path: Path, step: int) -> None:
+    """Drops the lines of steps that are about to be done again, so that each step has one line."""
+    if not path.exists():
+        return
+    lines = path.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    if len(kept) < len(lines):
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(kept))
+        os.replace(partial, path)

@@ -1,0 +1,94 @@
+"""What does a flow-matching model learn from a sample: which noise, which timestep, which loss?"""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
+from model_setup import load_part
+
+from adaptiveload_hf import UserError
+
+
+@dataclass(frozen=True)
+class FlowMatching:
+    """The flow-matching loss, with noise and timestep that depend on nothing but (seed, epoch, sample).
+
+    x_sigma = (1 - sigma) * latent + sigma * noise, target = noise - latent, timestep = 1000 * sigma, with
+    sigma = shift * (1 - u) / (1 + (shift - 1) * (1 - u)) and u drawn as in diffusers' scripts.
+    Runs with another schedule, number of ranks or accumulation see each sample with the same noise, and no two
+    samples share it.
+
+    Source: Esser et al., Scaling Rectified Flow Transformers (SD3), section 3; diffusers' train_dreambooth_sd3.py,
+    except that sigma is continuous instead of one of 1000 steps.
+    """
+
+    shift: float
+    weighting_scheme: str
+    logit_mean: float
+    logit_std: float
+    mode_scale: float
+    seed: int
+
+    def draw(self, latent: torch.Tensor, epoch: int, sample_index: torch.Tensor):
+        """Noise and sigma of a micro-batch.
+
+        Args:
+            latent: [B, C, F, H, W]; only its shape and device count.
+            epoch: of the schedule.
+            sample_index: int64 [B].
+
+        Returns:
+            noise, float32 [B, C, F, H, W], and sigma, float32 [B], in (0, 1].
+        """
+        generator = torch.Generator(latent.device)
+        noises, draws = [], []
+        for sample in sample_index.tolist():
+            key = hashlib.blake2b(f"{self.seed}/{epoch}/{sample}".encode(), digest_size=8).digest()
+            generator.manual_seed(int.from_bytes(key, "little"))
+            noises.append(torch.randn(latent.shape[1:], device=latent.device, generator=generator))
+            draws.append(
+                compute_density_for_timestep_sampling(
+                    self.weighting_scheme,
+                    1,
+                    logit_mean=self.logit_mean,
+                    logit_std=self.logit_std,
+                    mode_scale=self.mode_scale,
+                    device=latent.device,
+                    generator=generator,
+                )
+            )
+        # diffusers' scripts look u up in timesteps that fall from 1000 to 1, so its sigma is 1 - u.
+        sigma = 1 - torch.cat(draws)
+        return torch.stack(noises), self.shift * sigma / (1 + (self.shift - 1) * sigma)
+
+    def sample_losses(self, predict, batch: dict, epoch: int) -> torch.Tensor:
+        """Loss of each sample of a micro-batch, float32 [B].
+
+        Args:
+            predict: (noisy latent float32 [B, C, F, H, W], timestep float32 [B], batch) -> the model's velocity, of
+                the latent's shape. The timestep stays float32, for bf16 would turn 997.3 into 996.
+            batch: `latent` [B, C, F, H, W] normalised, `sample_index` int64 [B], and what `predict` needs.
+            epoch: of the schedule.
+        """
+        latent = batch["latent"].float()
+        noise, sigma = self.draw(latent, epoch, batch["sample_index"])
+        mix = sigma.view(-1, *[1] * (latent.ndim - 1))
+        prediction = predict((1 - mix) * latent + mix * noise, 1000 * sigma, batch)
+        error = (prediction.float() - (noise - latent)).square().flatten(1).mean(1)
+        return compute_loss_weighting_for_sd3(self.weighting_scheme, sigma) * error
+
+
+def make_flow_matching(args) -> FlowMatching:
+    """From the arguments; the shift is the pipeline's scheduler's unless given."""
+    shift = args.shift
+    if shift is None:
+        config = load_part(FlowMatchEulerDiscreteScheduler, args, "scheduler")
+        shift = config.get("flow_shift", config.get("shift"))
+        if shift is None:
+            raise UserError(
+                f"the scheduler of {args.pretrained_model_name_or_path} has neither `shift` nor `flow_shift`. "
+                "Pass --shift (Wan uses 3.0 for 480p and 5.0 for 720p)."
+            )
+    return FlowMatching(shift, args.weighting_scheme, args.logit_mean, args.logit_std, args.mode_scale, args.seed)

@@ -1,0 +1,159 @@
+"""How does a transformer become the patched, sharded model of a run, and how does it come out again?"""
+
+import hashlib
+import inspect
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, init_empty_weights
+from accelerate.utils import DistributedType
+from diffusers.optimization import get_scheduler
+
+from adaptiveload_hf import UserError, patch_model
+from adaptiveload_hf.config import current_environment
+from adaptiveload_hf.distributed import strategy_of
+
+
+def load_part(part_class, args, subfolder: str) -> dict:
+    """The configuration of one part of the pipeline, as it is stored.
+
+    Raises:
+        UserError: there is no such pipeline, or it has no such part.
+    """
+    try:
+        return part_class.load_config(args.pretrained_model_name_or_path, subfolder=subfolder, revision=args.revision)
+    except OSError as error:
+        raise UserError(
+            f"expected a pipeline (folder or Hub id) with the folder {subfolder!r}, but "
+            f"{args.pretrained_model_name_or_path!r}: {error}"
+        ) from None
+
+
+def load_transformer_config(model_class, args, subfolder: str = "transformer") -> dict:
+    """The transformer's configuration, defaults filled in; cheap, so that mistakes show before weights are read."""
+    config = load_part(model_class, args, subfolder)
+    parameters = inspect.signature(model_class.__init__).parameters
+    defaults = {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}
+    return {**defaults, **{name: value for name, value in config.items() if name in defaults}}
+
+
+def load_transformer(model_class, args, subfolder: str = "transformer"):
+    """The transformer in float32: master weights; half precision is the policy's or autocast's business."""
+    if args.from_scratch:
+        return model_class.from_config(load_transformer_config(model_class, args, subfolder))
+    return model_class.from_pretrained(
+        args.pretrained_model_name_or_path, subfolder=subfolder, revision=args.revision, torch_dtype=torch.float32
+    )
+
+
+def prepare_training(accelerator: Accelerator, args, transformer, num_training_steps: int | None = None):
+    """The patched transformer, AdamW and the learning rate's scheduler, sharded as the launch configuration says.
+
+    Args:
+        accelerator: from `make_accelerator`.
+        args: of `add_model_arguments`; with a scheduler, also of `add_scheduler_arguments`.
+        transformer: from `load_transformer`.
+        num_training_steps: optimizer steps in the whole run; None keeps the learning rate constant.
+
+    Returns:
+        model, optimizer, scheduler; the scheduler is stepped once an optimizer step.
+    """
+    # Only in-place edits of the model's output would be wrong; FlowMatching makes none.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    transformer.train().requires_grad_(True)
+    if args.gradient_checkpointing:
+        transformer.enable_gradient_checkpointing()
+    if not args.no_patch:
+        report = patch_model(transformer)
+        if accelerator.is_main_process:
+            print(report, file=sys.stderr)
+    optimizer = torch.optim.AdamW(
+        transformer.parameters(),
+        lr=args.learning_rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        weight_decay=args.adam_weight_decay,
+        eps=args.adam_epsilon,
+    )
+    scheduler = get_scheduler("constant", optimizer)
+    if num_training_steps is not None:
+        scheduler = get_scheduler(
+            args.lr_scheduler,
+            optimizer,
+            num_warmup_steps=args.lr_warmup_steps,
+            num_training_steps=num_training_steps,
+            num_cycles=args.lr_num_cycles,
+            power=args.lr_power,
+        )
+    return accelerator.prepare(transformer, optimizer, scheduler)
+
+
+def save_transformer(accelerator: Accelerator, model, folder: Path) -> None:
+    """Saves the whole transformer in float32, as `from_pretrained(folder)` of its class loads it."""
+    state_dict = accelerator.get_state_dict(model)  # gathers: all ranks take part
+    if accelerator.is_main_process:
+        unwrapped = accelerator.unwrap_model(model)
+        # FSDP2 gives the model a class of its own, made of the original one.
+        model_class = next(c for c in type(unwrapped).__mro__ if c.__module__.startswith("diffusers."))
+        with init_empty_weights():
+            transformer = model_class.from_config(unwrapped.config)
+        transformer.load_state_dict(state_dict, assign=True)
+        transformer.save_pretrained(folder)
+        print(f"the trained transformer is in {folder}", file=sys.stderr, flush=True)
+
+
+def describe_run(accelerator: Accelerator, args, model_class, transformer_config: dict) -> tuple[dict, dict]:
+    """The bucket config's `model` and `environment`: what the measured seconds and GiB hold for."""
+    text = json.dumps(transformer_config, sort_keys=True)
+    model = {
+        "class": model_class.__name__,
+        "config_hash": hashlib.sha256(text.encode()).hexdigest()[:16],
+        "base_model": args.pretrained_model_name_or_path,
+    }
+    environment = {
+        **current_environment(),
+        "world_size": accelerator.num_processes,
+        "strategy": strategy_of(accelerator),
+        "dtype": {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}[accelerator.mixed_precision],
+        "activation_checkpointing": args.gradient_checkpointing or _fsdp_checkpoints(accelerator),
+        "patched": not args.no_patch,
+        "lora": False,
+        "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
+    }
+    return model, environment
+
+
+def refuse_unsafe_sharding(accelerator: Accelerator, gradient_checkpointing: bool) -> None:
+    """Names the FSDP settings that fail deep inside the first step, or do the same work twice.
+
+    Raises:
+        UserError: naming the setting and the one to use.
+    """
+    if accelerator.distributed_type != DistributedType.FSDP:
+        return
+    plugin = accelerator.state.fsdp_plugin
+    if plugin.cpu_ram_efficient_loading:
+        raise UserError(
+            "the launch configuration has fsdp_cpu_ram_efficient_loading: true (accelerate's default), which cannot "
+            "load Wan: its `scale_shift_table` lies outside any submodule. Set it to false in the `fsdp_config`."
+        )
+    if gradient_checkpointing and plugin.activation_checkpointing:
+        raise UserError(
+            "activations are to be checkpointed twice: --gradient_checkpointing and fsdp_activation_checkpointing: "
+            "true in the launch configuration. Leave --gradient_checkpointing out."
+        )
+    policy = plugin.mixed_precision_policy
+    if gradient_checkpointing and policy is not None and policy.param_dtype is not None and policy.cast_forward_inputs:
+        raise UserError(
+            "--gradient_checkpointing does not go with cast_forward_inputs=True of FSDP2: timesteps and rotary tables "
+            f"lose precision to {policy.param_dtype}, and torch 2.11 fails when it recomputes a block, since it casts "
+            "them in forward only. Set fsdp_activation_checkpointing: true in the launch configuration instead."
+        )
+
+
+def _fsdp_checkpoints(accelerator: Accelerator) -> bool:
+    return accelerator.distributed_type == DistributedType.FSDP and bool(
+        accelerator.state.fsdp_plugin.activation_checkpointing
+    )

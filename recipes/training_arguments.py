@@ -1,0 +1,63 @@
+"""Which flags do the trainers and the shape benchmark share? Named as in diffusers' own training scripts."""
+
+from accelerate.utils import LoggerType
+from diffusers.optimization import SchedulerType
+
+
+def add_model_arguments(parser) -> None:
+    """Which model, which data, and the step's own options."""
+    add = parser.add_argument
+    add("--pretrained_model_name_or_path", required=True, help="pipeline: folder or Hub id")
+    add("--revision", help="revision of the Hub id")
+    add("--from_scratch", action="store_true", help="random weights in the pipeline's transformer configuration")
+    add("--dataset", required=True, help="output_dir of prepare_dataset.py")
+    add("--output_dir", required=True)
+    add("--seed", type=int, default=0)
+    add("--gradient_accumulation_steps", type=int, default=1, help="K: micro-steps in an optimizer step")
+    add("--mixed_precision", choices=["no", "bf16", "fp16"], help="default: the launch configuration's")
+    add("--gradient_checkpointing", action="store_true", help="not together with fsdp_activation_checkpointing")
+    add("--no_patch", action="store_true", help="leave the AdaLN operations eager")
+    add("--memory_limit_gib", type=float, help="default: 90%% of the GPU's memory; none on CPU")
+    add("--learning_rate", type=float, default=1e-5)
+    add("--adam_beta1", type=float, default=0.9)
+    add("--adam_beta2", type=float, default=0.999)
+    add("--adam_weight_decay", type=float, default=1e-2)
+    add("--adam_epsilon", type=float, default=1e-8)
+    add("--max_grad_norm", type=float, default=1.0)
+
+
+def add_flow_arguments(parser) -> None:
+    """How timesteps are drawn and weighed."""
+    add = parser.add_argument
+    schemes = ["sigma_sqrt", "logit_normal", "mode", "cosmap", "none"]
+    add("--weighting_scheme", choices=schemes, default="logit_normal", help="none: uniform timesteps, equal weights")
+    add("--logit_mean", type=float, default=0.0)
+    add("--logit_std", type=float, default=1.0)
+    add("--mode_scale", type=float, default=1.29)
+    add("--shift", type=float, help="of sigma; default: the pipeline's scheduler's")
+
+
+def add_scheduler_arguments(parser) -> None:
+    """The learning rate over the run."""
+    add = parser.add_argument
+    add("--lr_scheduler", choices=[kind.value for kind in SchedulerType if kind.value != "piecewise_constant"],
+        default="constant")  # fmt: skip
+    add("--lr_warmup_steps", type=int, default=0)
+    add("--lr_num_cycles", type=int, default=1)
+    add("--lr_power", type=float, default=1.0)
+
+
+def add_run_arguments(parser) -> None:
+    """How long to train, in which order, and what to write."""
+    add = parser.add_argument
+    add("--bucket_config", required=True, help="folder that benchmark_shapes.py wrote, or a Hub id")
+    add("--num_train_epochs", type=int, default=1)
+    add("--max_train_steps", type=int, help="optimizer steps in all; overrides --num_train_epochs")
+    add("--balance", default="auto", help="none, step, window:n or auto")
+    add("--loss_normalization", choices=["token", "sample", "none"], default="token")
+    add("--allow_extrapolation", action="store_true", help="accept shapes outside the measured range of tokens")
+    add("--dataloader_num_workers", type=int, default=0)
+    add("--checkpointing_steps", type=int, default=500)
+    add("--checkpoints_total_limit", type=int, help="keep only the newest so many")
+    add("--resume_from_checkpoint", help="'latest', or a checkpoint-<step> folder")
+    add("--report_to", choices=["none", *LoggerType.list()], default="tensorboard", help="tracker of accelerate")
