@@ -38,3 +38,15 @@ def say(words):
 
 def say_next(*words):
     say("next: " + shlex.join(words))
+
+
+def in_unit(fields, unit):
+    """The same for JSON; where the cost is no time, no key says seconds, and nothing is per second."""
+    if unit == "seconds":
+        return fields
+    if isinstance(fields, list):
+        return [in_unit(item, unit) for item in fields]
+    if not isinstance(fields, dict):
+        return fields
+    renamed = {name: in_unit(value, unit) for name, value in fields.items() if not name.endswith("_per_second")}
+    return {name.replace("seconds", unit.replace(" ", "_")): value for name, value in renamed.items()}

@@ -29,12 +29,13 @@ from adaptiveload_hf import (
     LatentShape,
     TokenGeometry,
     UserError,
-    cli,
     fit_cost_model,
     make_accelerator,
 )
 from adaptiveload_hf.benchmark import measure_shapes
 from adaptiveload_hf.buckets.shapes import load_prepared, read_shapes, shape_counts
+from adaptiveload_hf.commands.plan import plan
+from adaptiveload_hf.commands.simulate import simulate
 from adaptiveload_hf.distributed import all_ranks_fail_together
 from adaptiveload_hf.errors import exit_on_user_error
 
@@ -157,8 +158,8 @@ def show(args, measurements, world_size: int):
         )
     options = {"dataset": Path(args.dataset), "memory_limit_gib": args.memory_limit_gib}
     accumulation = args.gradient_accumulation_steps
-    cli.plan(args.output_dir, world_size=world_size, gradient_accumulation_steps=accumulation, **options)
-    cli.simulate(args.output_dir, world_size=[world_size], gradient_accumulation_steps=[accumulation], **options)
+    plan(args.output_dir, world_size=world_size, gradient_accumulation_steps=accumulation, **options)
+    simulate(args.output_dir, world_size=[world_size], gradient_accumulation_steps=[accumulation], **options)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,8 @@ LAYERS = [
     {"adaln.forwards", "benchmark"},
     {"adaln.attention", "adaln.patch_report"},
     {"adaln.patch"},
+    {"commands.arguments"},
+    {"commands.fit", "commands.plan", "commands.report", "commands.simulate"},
     {"cli"},
 ]
 

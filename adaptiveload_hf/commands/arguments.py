@@ -1,0 +1,89 @@
+"""Which arguments do several commands take, and what do they stand for?"""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import UserError
+from ..tables import say
+
+Config = Annotated[str, typer.Argument(metavar="CONFIG", help="Bucket config: a folder or a Hub id (user/repo).")]
+Dataset = Annotated[Path | None, typer.Option(metavar="PREPARED", help="Output folder of prepare_dataset.py.")]
+Shapes = Annotated[Path | None, typer.Option(metavar="FILE", help='Instead: JSON {"21x60x104": samples, ...}.')]
+WorldSize = Annotated[int | None, typer.Option(min=1, help="Data ranks. Default: those of the measurement.")]
+Accumulation = Annotated[
+    int | None, typer.Option(min=1, help="Micro-steps in an optimizer step. Default: those of the measurement.")
+]
+MemoryLimit = Annotated[float | None, typer.Option(min=0.1, help="Default: 90% of the measured GPU's memory.")]
+TargetSeconds = Annotated[str, typer.Option(metavar="SECONDS|auto", help="Largest time of a micro-batch.")]
+SamplesPerStep = Annotated[
+    float | None, typer.Option(min=1, help="Choose that time such that an optimizer step holds about so many samples.")
+]
+Extrapolate = Annotated[bool, typer.Option(help="Allow shapes outside the measured range of tokens.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def load(config, dataset, shapes):
+    """(BucketConfig, samples by shape)."""
+    from ..buckets import shapes as reading
+    from ..config import BucketConfig
+
+    if (dataset is None) == (shapes is None):
+        raise typer.BadParameter("give either --dataset PREPARED or --shapes FILE")
+    loaded = BucketConfig.from_pretrained(config)
+    if dataset is not None:
+        counts = reading.shape_counts(reading.read_shapes(reading.load_prepared(dataset)))
+    else:
+        counts = _read_counts(shapes)
+    return loaded, counts
+
+
+def _read_counts(path):
+    from ..buckets.shapes import LatentShape
+
+    if not path.is_file():
+        raise UserError(f'There is no file {path}. --shapes takes a JSON file such as {{"21x60x104": 120}}.')
+    try:
+        counts = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f'{path} is no JSON ({error}). It must read like {{"21x60x104": 120}}.') from None
+    if not isinstance(counts, dict) or not counts:
+        raise UserError(f'{path} must hold a JSON object with shapes, such as {{"21x60x104": 120}}.')
+    for shape, count in counts.items():
+        if not isinstance(count, int) or isinstance(count, bool) or not 0 < count < 1 << 31:
+            raise UserError(
+                f"{path}: the samples of {shape} must be a positive whole number, below 2^31, but are {count!r}."
+            )
+    return {LatentShape.parse(shape): count for shape, count in counts.items()}
+
+
+def ranks_of(config, world_size, gradient_accumulation_steps):
+    """Those given, else those of the measurement, which is said."""
+    given = {"world_size": world_size, "gradient_accumulation_steps": gradient_accumulation_steps}
+    for name, value in given.items():
+        if value is None:
+            given[name] = config.environment.get(name)
+            option = "--" + name.replace("_", "-")
+            if given[name] is None:
+                raise UserError(f"The config does not say its {name}. Pass {option}.")
+            say(f"{option} {given[name]}, as measured")
+    return given
+
+
+def parse_target(text):
+    if text == "auto":
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"--target-seconds takes a number or auto, not {text!r}") from None
+
+
+def source_options(dataset, shapes):
+    return ("--dataset", str(dataset)) if dataset is not None else ("--shapes", str(shapes))
+
+
+def rank_options(ranks):
+    return [word for name, value in ranks.items() for word in ("--" + name.replace("_", "-"), str(value))]

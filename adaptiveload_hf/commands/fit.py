@@ -1,0 +1,121 @@
+"""`adaptiveload fit`: which laws do measurements, or the steps of a training run, follow?"""
+
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..tables import print_json, print_table, say, say_next
+from .arguments import AsJson
+
+
+def fit(
+    output: Annotated[Path, typer.Option(metavar="CONFIG", help="Folder for the bucket config.")],
+    measurements: Annotated[
+        Path | None, typer.Argument(metavar="[MEASUREMENTS]", help="measurements.jsonl of a benchmark.")
+    ] = None,
+    from_log: Annotated[
+        Path | None, typer.Option(metavar="LOG", help="Instead: metrics.jsonl of a training run.")
+    ] = None,
+    patch_size: Annotated[str, typer.Option(metavar="FxHxW", help="The model's patch size.")] = "1x2x2",
+    text_tokens: Annotated[int, typer.Option(min=0, help="Text tokens that join the attention (Wan: 0).")] = 0,
+    as_json: AsJson = False,
+):
+    """Fit the cost and memory laws to measurements, or the cost to a training run, and write a bucket config.
+
+    Model and set-up are taken over from a bucket_config.json beside the measurements or the log, if there is one.
+
+    \b
+    Example:
+      adaptiveload fit config/measurements.jsonl --output config
+      adaptiveload fit --from-log run/metrics.jsonl --output refitted
+    """
+    from ..buckets.fit import describe_measurements
+    from ..config import BucketConfig
+    from ..config_file import CONFIG_FILE
+
+    if (measurements is None) == (from_log is None):
+        raise typer.BadParameter("give either MEASUREMENTS or --from-log LOG")
+    source = measurements or from_log
+    origin = {"model": {}, "environment": {}, "geometry": _geometry(patch_size, text_tokens)}
+    if source.with_name(CONFIG_FILE).is_file():
+        known = BucketConfig.from_pretrained(source.parent)
+        origin = {"model": known.model, "environment": known.environment, "geometry": known.geometry}
+    if from_log is None:
+        measured, fitted = _fit_measurements(source)
+    else:
+        measured, fitted, ranks = _fit_log(source, origin["geometry"])
+        origin["environment"] = {**origin["environment"], **ranks}
+    config = BucketConfig.from_measurements(measured, fit=fitted, **origin)
+    config.save_pretrained(output)
+    _print_fit(config, fitted, describe_measurements(measured) if from_log is None else [], as_json)
+    kind = "measurements" if from_log is None else "optimizer steps"
+    say(f"{len(fitted.steps.names)} {kind} fitted; the bucket config is in {output}")
+    say_next("adaptiveload", "plan", str(output), "--dataset", "PREPARED", "--world-size", "8")
+
+
+def _geometry(patch_size, text_tokens):
+    from ..buckets.shapes import TokenGeometry
+
+    try:
+        frames, height, width = map(int, patch_size.split("x"))
+    except ValueError:
+        raise typer.BadParameter(f"--patch-size takes three numbers such as 1x2x2, not {patch_size!r}") from None
+    return TokenGeometry((frames, height, width), text_tokens)
+
+
+def _fit_measurements(path):
+    """(measurements, CostFit) of a benchmark; broken lines are said."""
+    from ..buckets.cost import read_measurements
+    from ..buckets.fit import fit_cost_model
+
+    measured, problems = read_measurements(path)
+    for problem in problems:
+        warnings.warn(f"{problem} The other lines are used.", stacklevel=1)
+    return measured, fit_cost_model(measured)
+
+
+def _fit_log(path, geometry):
+    """(measurements, CostFit, ranks and accumulation) of a training run; what is left out is said."""
+    from ..buckets.training_log import apportion_seconds, fit_training_log, read_training_log
+
+    log = read_training_log(path, geometry)
+    for reason in log.left_out:
+        say(reason)
+    fitted = fit_training_log(log)
+    _, accumulation, world_size = log.shapes.shape
+    ranks = {"world_size": world_size, "gradient_accumulation_steps": accumulation}
+    return apportion_seconds(log, fitted), fitted, ranks
+
+
+def _print_fit(config, fitted, findings, as_json):
+    """The laws, how sure their parameters are, and on stderr what strays and what is to be known."""
+    from ..buckets.fit import find_outliers, parameter_confidence
+
+    laws = {"cost_model": config.config["cost_model"], "power_law": config.config["power_law"]}
+    confidence, outliers = parameter_confidence(fitted), find_outliers(fitted)
+    if as_json:
+        details = {"confidence": confidence, "outliers": list(map(asdict, outliers)), "findings": findings}
+        counts = {"memory_model": config.config["memory_model"], "measurements": len(config.measurements)}
+        print_json({**laws, **counts, **details})
+    else:
+        print_table(("law", "kind", "parameters", "median error", "largest", "left out"), _law_rows(laws))
+        print()
+        rows = [(name, f"{fitted.model.parameters[name]:.4g}", f"{low:.4g}", f"{high:.4g}")
+                for name, (low, high) in confidence.items()]  # fmt: skip
+        print_table(("parameter of the law used", "value", "90% from", "to"), rows)
+    for words in (*outliers, *findings):
+        say(str(words))
+
+
+def _law_rows(laws):
+    for name, law in laws.items():
+        parameters = ", ".join(f"{key} {value:.4g}" for key, value in law["parameters"].items())
+        yield (
+            "used" if name == "cost_model" else "paper",
+            law["kind"],
+            parameters,
+            *(f"{law['errors'][key]:.1%}" for key in ("median", "max", "leave_one_out")),
+        )

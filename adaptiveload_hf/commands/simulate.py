@@ -1,0 +1,102 @@
+"""`adaptiveload simulate`: how long would an epoch take, and what do batch sizes and dealing each bring?"""
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from ..tables import in_unit, print_json, print_table, say_next
+from .arguments import (
+    AsJson,
+    Config,
+    Dataset,
+    Extrapolate,
+    MemoryLimit,
+    SamplesPerStep,
+    Shapes,
+    TargetSeconds,
+    load,
+    parse_target,
+    ranks_of,
+)
+
+_COLUMNS = {  # key of `simulate --json` -> (column, format); those that a row lacks are left out
+    "policy": ("policy", "{}"),
+    "balance": ("balance", "{}"),
+    "world_size": ("W", "{}"),
+    "gradient_accumulation_steps": ("K", "{}"),
+    "epoch_seconds": ("epoch s", "{:.4g}"),
+    "ideal_seconds": ("ideal s", "{:.4g}"),
+    "epoch_relative_cost": ("epoch relative cost", "{:.4g}"),
+    "ideal_relative_cost": ("ideal relative cost", "{:.4g}"),
+    "balance_efficiency": ("efficiency", "{:.1%}"),
+    "step_cv": ("step CV", "{:.3f}"),
+    "compute_cv": ("compute CV", "{:.3f}"),
+    "samples_per_second": ("samples/s", "{:.4g}"),
+    "tokens_per_second": ("tokens/s", "{:.4g}"),
+    "samples_per_update_step": ("samples/step", "{:.1f}"),
+    "samples_per_update_step_cv": ("their CV", "{:.2f}"),
+    "gain_from_batch_sizes": ("by sizes", "{:.2f}x"),
+    "gain_from_dealing": ("by dealing", "{:.2f}x"),
+    "gain": ("gain", "{:.2f}x"),
+}
+
+
+def simulate(
+    config: Config,
+    dataset: Dataset = None,
+    shapes: Shapes = None,
+    world_size: Annotated[list[int] | None, typer.Option(min=1, help="Data ranks; may be repeated.")] = None,
+    gradient_accumulation_steps: Annotated[
+        list[int] | None, typer.Option(min=1, help="Micro-steps in an optimizer step; may be repeated.")
+    ] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="dual, equal_token, equal_time, fixed; repeatable.")] = None,
+    balance: Annotated[list[str] | None, typer.Option(help="none, step, window:n, auto; may be repeated.")] = None,
+    memory_limit_gib: MemoryLimit = None,
+    target_seconds: TargetSeconds = "auto",
+    samples_per_step: SamplesPerStep = None,
+    allow_extrapolation: Extrapolate = False,
+    as_json: AsJson = False,
+):
+    """Predict an epoch, and what batch sizes and dealing each bring to it.
+
+    The gains are ratios of epoch times against equal-token batches (or the config's own batch sizes) dealt at random:
+    "by sizes" is what this policy's batch sizes bring when dealt at random, "by dealing" what dealing them by cost
+    brings on top, and "gain" is the product.
+
+    \b
+    Example:
+      adaptiveload simulate config --dataset prepared --world-size 8 --world-size 16 --balance none --balance window:8
+    """
+    from ..buckets.simulate import BALANCES
+
+    loaded, counts = load(config, dataset, shapes)
+    ranks = ranks_of(loaded, world_size or None, gradient_accumulation_steps or None)
+    world_sizes, accumulations = (n if isinstance(n, list) else [n] for n in ranks.values())
+    rows = loaded.compare(
+        counts,
+        policies=policy or None,
+        balances=balance or BALANCES,
+        world_sizes=world_sizes,
+        accumulations=accumulations,
+        memory_limit_gib=memory_limit_gib,
+        target_seconds=parse_target(target_seconds),
+        samples_per_step=samples_per_step,
+        allow_extrapolation=allow_extrapolation,
+    )
+    rows = [in_unit(_simulation(row), loaded.cost_model.unit) for row in rows]
+    if as_json:
+        print_json(rows)
+    else:
+        columns = [name for name in _COLUMNS if name in rows[0]]
+        print_table([_COLUMNS[n][0] for n in columns], [[_COLUMNS[n][1].format(r[n]) for n in columns] for r in rows])
+    recipe = ("accelerate", "launch", "recipes/train_wan.py", "--bucket_config", config, "--output_dir", "run")
+    data = ("--dataset", str(dataset or "PREPARED"), "--pretrained_model_name_or_path", "PIPELINE")
+    say_next(*recipe, *data, "--gradient_accumulation_steps", str(accumulations[0]))
+
+
+def _simulation(row):
+    """One row of `simulate`, flat."""
+    ranks = {"world_size": row.world_size, "gradient_accumulation_steps": row.gradient_accumulation_steps}
+    gains = {"gain_from_batch_sizes": row.from_batch_sizes, "gain_from_dealing": row.from_dealing, "gain": row.gain}
+    return {"policy": row.policy, "balance": row.balance, **ranks, **asdict(row.simulation), **gains}
