@@ -33,7 +33,8 @@ from adaptiveload_hf import (
     make_accelerator,
 )
 from adaptiveload_hf.benchmark import measure_shapes
-from adaptiveload_hf.buckets.shapes import load_prepared, read_shapes, shape_counts
+from adaptiveload_hf.buckets.shapes import read_shapes, shape_counts
+from adaptiveload_hf.buckets.sources import load_prepared
 from adaptiveload_hf.commands.plan import plan
 from adaptiveload_hf.commands.simulate import simulate
 from adaptiveload_hf.distributed import all_ranks_fail_together

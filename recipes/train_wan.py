@@ -30,7 +30,7 @@ from training_loop import run_micro_step, run_steps, say_start
 from wan_training import check_dataset, latent_statistics, normalize, wan_predict
 
 from adaptiveload_hf import BucketConfig, BucketDataLoader, make_accelerator
-from adaptiveload_hf.buckets.shapes import load_prepared
+from adaptiveload_hf.buckets.sources import load_prepared
 from adaptiveload_hf.distributed import all_ranks_fail_together
 from adaptiveload_hf.errors import exit_on_user_error
 

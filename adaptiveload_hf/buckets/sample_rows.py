@@ -14,9 +14,10 @@ import torch
 from ..errors import UserError
 from .latent_files import StoredTensor, load_pt_latent, name_tensors, name_text_tensors, read_header
 
-# file: the sample's name. path, text_path: below the root. offset, size: bytes of a safetensors file in `path`.
-# prompt_rows: rows of prompt_embeds. json: what a shard says of the sample.
-COLUMNS = ("file", "latent_shape", "caption", "prompt_rows", "path", "offset", "size", "text_path", "json")
+# file: the sample's name. path, text_path: below the root. offset, size: bytes of a safetensors file in `path`; of
+# the captions' in `text_path` text_offset, text_size. prompt_rows: rows of prompt_embeds. json: what a shard says.
+_PLACE = ("path", "offset", "size", "text_path", "text_offset", "text_size")
+COLUMNS = ("file", "latent_shape", "caption", "prompt_rows", *_PLACE, "json")
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ def make_table(places: list[Place]):
     import pyarrow
 
     text, number = pyarrow.string(), pyarrow.int64()
-    kinds = (text, pyarrow.list_(pyarrow.int32()), text, pyarrow.int32(), text, number, number, text, text)
+    place = (text, number, number) * 2
+    kinds = (text, pyarrow.list_(pyarrow.int32()), text, pyarrow.int32(), *place, text)
     schema = pyarrow.schema(list(zip(COLUMNS, kinds)))
     return pyarrow.Table.from_pylist([place.values for place in places], schema=schema)
 
@@ -97,7 +99,7 @@ class ReadSamples:
             tensors = _read_tensors(Path(self.root, place["path"]), place["offset"], place["size"], name_tensors)
             if place["text_path"]:
                 text = Path(self.root, place["text_path"])
-                tensors |= _read_tensors(text, 0, text.stat().st_size, name_text_tensors)
+                tensors |= _read_tensors(text, place["text_offset"], place["text_size"], name_text_tensors)
         except (UserError, OSError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise UserError(f"{place['file']} cannot be read any more: {reason}") from None

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -195,35 +193,3 @@ def dataset_fingerprint(dataset, index: BucketIndex, repeats: np.ndarray | None 
         for part in _read_column(dataset, "file").chunks:
             digest.update("".join(f"{name}\0" for name in part.to_pylist()).encode())
     return f"{len(index.bucket_of_sample)} samples {digest.hexdigest()}"
-
-
-def load_prepared(path: str | Path):
-    """Loads what recipes/prepare_dataset.py wrote: its output folder, or the folder `dataset` inside it.
-
-    Returns:
-        A `datasets.Dataset`.
-
-    Raises:
-        UserError: there is no such dataset, or it is damaged or empty.
-    """
-    import datasets
-
-    folder = Path(path)
-    if (folder / "dataset" / "state.json").is_file():
-        folder = folder / "dataset"
-    if not (folder / "state.json").is_file():
-        raise UserError(
-            f"Expected a prepared dataset in {path}, but found none there. "
-            "Run recipes/prepare_dataset.py with this --output_dir first."
-        )
-    try:
-        # `datasets` saves an empty table, but cannot load it.
-        filled = bool(json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"])
-        dataset = datasets.load_from_disk(str(folder)) if filled else None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"The dataset in {folder} is not whole: {error}. Run recipes/prepare_dataset.py again, with --overwrite."
-        ) from None
-    if dataset is None:
-        raise UserError(f"The dataset in {folder} is empty. See prepare_report.json beside it for what was refused.")
-    return dataset

@@ -1,7 +1,8 @@
-"""How do cached latents, in a folder or in tar shards, become a dataset with shapes and random access?"""
+"""How do prepared or cached latents, in files or tar shards, become a dataset with shapes and random access?"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -9,13 +10,54 @@ from pathlib import Path
 
 from ..errors import UserError
 from .latent_files import StoredTensor, load_pt_latent, name_tensors, name_text_tensors, read_header
-from .sample_rows import Place, ReadSamples, keep_one_kind, make_place, make_table
+from .sample_rows import COLUMNS, Place, ReadSamples, keep_one_kind, make_place, make_table
 from .tar_index import open_index
 
 # musubi-tuner's latent files: KEY_[FRAME-COUNT_]WIDTHxHEIGHT_ARCHITECTURE.safetensors, where clips have a frame part.
 _MUSUBI_IMAGE = re.compile(r"(?P<key>.+)_\d+x\d+_(?P<architecture>[^_]+)\.safetensors")
 _MUSUBI_CLIP = re.compile(r"(?P<key>.+)_\d+-\d+(-\d+)?_\d+x\d+_(?P<architecture>[^_]+)\.safetensors")
 _TEXT = "_te.safetensors"
+
+
+def load_prepared(path: str | Path):
+    """Loads what recipes/prepare_dataset.py wrote: its output folder, or the folder `dataset` inside it.
+
+    Its rows can be selected by columns without reading tensors: latent_shape, prompt_embeds_shape, caption, file, ...
+
+    Returns:
+        A `datasets.Dataset`. A whole row also has the tensors, as `collate_prepared` takes them.
+
+    Raises:
+        UserError: there is no such dataset, or it is damaged, empty or not whole.
+    """
+    import datasets
+
+    folder = Path(path)
+    if (folder / "dataset" / "state.json").is_file():
+        folder = folder / "dataset"
+    if not (folder / "state.json").is_file():
+        raise UserError(
+            f"Expected a prepared dataset in {path}, but found none there. "
+            "Run recipes/prepare_dataset.py with this --output_dir first."
+        )
+    try:
+        # `datasets` saves an empty table, but cannot load it.
+        filled = bool(json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"])
+        dataset = datasets.load_from_disk(str(folder)) if filled else None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"The dataset in {folder} is not whole: {error}. Run recipes/prepare_dataset.py again, with --overwrite."
+        ) from None
+    if dataset is None:
+        raise UserError(f"The dataset in {folder} is empty. See prepare_report.json beside it for what was refused.")
+    if not set(COLUMNS) <= set(dataset.column_names):
+        return dataset
+    root = Path(os.path.abspath(folder)).parent
+    shards = {name for column in ("path", "text_path") for name in dataset.unique(column)}
+    for shard in sorted(root / name for name in shards):
+        if not shard.is_file():
+            raise UserError(f"{shard} is missing. Copy all of {root}, or run recipes/prepare_dataset.py again.")
+    return dataset.with_transform(ReadSamples(str(root), True, dataset[0]["prompt_embeds_shape"][0]))
 
 
 def load_latent_folder(folder: str | Path, *, latent_normalized: bool | None = None, prompt_length: int | None = None):
@@ -127,7 +169,7 @@ def _with_tensors(dataset, root: Path, latent_normalized: bool, prompt_length: i
 
 def _find_samples(root: Path, names: list[str], problems: list[str]) -> tuple[list[Place], bool]:
     """The samples among a folder's files, and whether their captions are stored at their own lengths."""
-    texts: dict[str, tuple[dict[str, StoredTensor], str]] = {}
+    texts: dict[str, tuple[dict[str, StoredTensor], str, int]] = {}
     latents = []
     for name in names:
         try:
@@ -137,7 +179,7 @@ def _find_samples(root: Path, names: list[str], problems: list[str]) -> tuple[li
             else:
                 tensors, metadata, size = _read_file(root / name)
                 if name.endswith(_TEXT) and "caption1" in metadata:
-                    texts[name] = (name_text_tensors(tensors), metadata["caption1"])
+                    texts[name] = (name_text_tensors(tensors), metadata["caption1"], size)
                     continue
                 found = (name, name_tensors(tensors), metadata, size)
             latents.append(found)
@@ -148,10 +190,12 @@ def _find_samples(root: Path, names: list[str], problems: list[str]) -> tuple[li
     places, used = [], set()
     for name, tensors, metadata, size in latents:
         text_path = _text_file(name, metadata)
-        text, caption = texts.get(text_path, ({}, ""))
+        text, caption, text_size = texts.get(text_path, ({}, "", None))
         used.add(text_path)
         others = {key: tensor for key, tensor in tensors.items() if key != "latent"} | text
-        values = {"caption": caption, "path": name, "size": size, "text_path": text_path if text else None}
+        values = {"caption": caption, "path": name, "size": size}
+        if text:
+            values |= {"text_path": text_path, "text_offset": 0, "text_size": text_size}
         places.append(make_place(name, tensors["latent"], others, **values))
     problems += [f"{name}: no latents belong to it" for name in texts if name not in used]
     used_texts = [texts[name][0] for name in used & texts.keys()]

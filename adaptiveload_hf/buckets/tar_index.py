@@ -15,7 +15,7 @@ from ..errors import UserError
 from .latent_files import name_tensors, read_header
 from .sample_rows import Place, keep_one_kind, make_place, make_table
 
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 # Stripped whole: keys may hold dots (`22.05.latent.safetensors`).
 _LATENT, _JSON = ".latent.safetensors", ".json"
 _BLOCK = 512
@@ -98,7 +98,7 @@ def _read_shard(root: Path, name: str, problems: list[str]) -> list[Place]:
     try:
         name.encode()  # Arrow holds UTF-8 only
         with open(root / name, "rb") as stream:
-            for member in _files(stream, name, problems):
+            for member in whole_files(stream, name, problems):
                 path = member.name.removeprefix("./")
                 suffix = next((suffix for suffix in (_LATENT, _JSON) if path.endswith(suffix)), None)
                 if suffix is None or path.rpartition("/")[2].startswith("._"):
@@ -116,7 +116,7 @@ def _read_shard(root: Path, name: str, problems: list[str]) -> list[Place]:
         return []
 
 
-def _files(stream: BinaryIO, name: str, problems: list[str]) -> Iterator[tarfile.TarInfo]:
+def whole_files(stream: BinaryIO, name: str, problems: list[str]) -> Iterator[tarfile.TarInfo]:
     """The regular files in a tar that are whole. tarfile alone takes damage after the first member for the end."""
     size = os.fstat(stream.fileno()).st_size
     try:

@@ -28,13 +28,14 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 def load(config, dataset, shapes):
     """(BucketConfig, samples by shape)."""
     from ..buckets import shapes as reading
+    from ..buckets.sources import load_prepared
     from ..config import BucketConfig
 
     if (dataset is None) == (shapes is None):
         raise typer.BadParameter("give either --dataset PREPARED or --shapes FILE")
     loaded = BucketConfig.from_pretrained(config)
     if dataset is not None:
-        counts = reading.shape_counts(reading.read_shapes(reading.load_prepared(dataset)))
+        counts = reading.shape_counts(reading.read_shapes(load_prepared(dataset)))
     else:
         counts = _read_counts(shapes)
     return loaded, counts

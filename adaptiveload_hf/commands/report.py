@@ -24,7 +24,8 @@ def report(
     Example:
       adaptiveload report --config config --dataset prepared --run run --output report.html
     """
-    from ..buckets.shapes import load_prepared, read_shapes
+    from ..buckets.shapes import read_shapes
+    from ..buckets.sources import load_prepared
     from ..config import BucketConfig
     from ..report import write_report
 

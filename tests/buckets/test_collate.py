@@ -9,7 +9,7 @@ import torch
 from support.prepared import save_prepared
 
 from adaptiveload_hf.buckets.collate import BatchReader, Failure, check_picklable, collate_prepared
-from adaptiveload_hf.buckets.shapes import load_prepared
+from adaptiveload_hf.buckets.sources import load_prepared
 from adaptiveload_hf.errors import UserError
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from adaptiveload_hf.buckets.ranks import data_rank_and_size
 from adaptiveload_hf.buckets.sampler import BucketBatchSampler, BucketDataLoader
-from adaptiveload_hf.buckets.shapes import load_prepared
+from adaptiveload_hf.buckets.sources import load_prepared
 from adaptiveload_hf.errors import UserError
 
 COUNTS = (30, 14, 9, 4)

@@ -10,10 +10,10 @@ from adaptiveload_hf.buckets.shapes import (
     TokenGeometry,
     dataset_fingerprint,
     index_shapes,
-    load_prepared,
     read_shapes,
     shape_counts,
 )
+from adaptiveload_hf.buckets.sources import load_prepared
 from adaptiveload_hf.errors import UserError
 
 

@@ -13,7 +13,7 @@ from support.clips import moving_bar, write_clip
 from support.prepared import save_prepared
 from support.preparing import BUCKETS, report_of, run
 
-from adaptiveload_hf.buckets.shapes import load_prepared
+from adaptiveload_hf.buckets.sources import load_prepared
 
 
 def still(path, tone, size=(48, 32)):

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from support.clips import moving_bar, real_clips, write_clip
 from support.preparing import report_of, run
 
-from adaptiveload_hf.buckets.shapes import load_prepared
+from adaptiveload_hf.buckets.sources import load_prepared
 
 
 def tensor_of(row, name) -> torch.Tensor:

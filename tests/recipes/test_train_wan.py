@@ -19,7 +19,8 @@ from support.launch import CPU_CONFIG, ROOT, command_of, environment_of, launch
 from support.prepared import save_config, save_prepared
 
 from adaptiveload_hf import UserError
-from adaptiveload_hf.buckets.shapes import TokenGeometry, load_prepared, read_shapes
+from adaptiveload_hf.buckets.shapes import TokenGeometry, read_shapes
+from adaptiveload_hf.buckets.sources import load_prepared
 from adaptiveload_hf.buckets.training_log import read_training_log
 
 RECIPE = ROOT / "recipes" / "train_wan.py"
