@@ -3,6 +3,7 @@
 from huggingface_hub import ModelCardData
 
 from .figures import can_draw, fit_png
+from .hub import is_hub_id
 
 CARD_FILE, PICTURE_FILE = "README.md", "fit.png"
 TAGS = ["adaptiveload", "bucket-config", "video-diffusion"]
@@ -36,9 +37,9 @@ def write_card(config, folder, repo_id):
 
 
 def _card(config, repo_id, has_picture):
-    front_matter = ModelCardData(
-        library_name="adaptiveload_hf", tags=TAGS, base_model=config.model.get("base_model")
-    ).to_yaml()
+    base_model = config.model.get("base_model")
+    base_model = base_model if is_hub_id(base_model) else None  # the Hub refuses a card that names a path
+    front_matter = ModelCardData(library_name="adaptiveload_hf", tags=TAGS, base_model=base_model).to_yaml()
     parts = [
         f"---\n{front_matter}\n---",
         f"# Bucket config: {_cell(config.model.get('class', 'a diffusion transformer'))}",
@@ -75,7 +76,9 @@ def _use(repo_id):
 
 def _facts(config):
     """Sorted by name, as the JSON is, so that a loaded config writes the same card."""
-    facts = {key: value for key, value in config.model.items() if key in ("class", "config_hash", "base_model")}
+    facts = {key: value for key, value in config.model.items() if key in ("class", "config_hash")}
+    if is_hub_id(config.model.get("base_model")):
+        facts["base_model"] = config.model["base_model"]
     facts |= {"patch size": "x".join(map(str, config.geometry.patch_size)), "text tokens": config.geometry.text_tokens}
     for key, value in sorted({**config.environment, **facts}.items()):
         if isinstance(value, dict):

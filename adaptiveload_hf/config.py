@@ -1,5 +1,6 @@
 """How is a measured cost law saved, shared through the Hub, and turned into a plan for other data?"""
 
+import shutil
 import tempfile
 import warnings
 from dataclasses import asdict, replace
@@ -29,7 +30,7 @@ from .config_file import (
     read_fields,
 )
 from .errors import UserError
-from .hub import download, is_hub_id, make_repository, upload
+from .hub import download, full_id, is_hub_id, push_folder
 
 MEMORY_RESERVE = 0.1  # of the GPU's memory: CUDA context, NCCL buffers and fragmentation, which no measurement sees
 _MODEL_KEYS = ("class", "config_hash", "patch_size", "text_tokens")
@@ -210,23 +211,23 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         if push_to_hub:
             self._push(folder, push_options.pop("repo_id", folder.resolve().name), **push_options)
 
-    def push_to_hub(self, repo_id, *, token=None, private=None, commit_message="Upload bucket config"):
+    def push_to_hub(self, repo_id, **options):
         """
         Upload the files that `save_pretrained` writes to a model repository, which is made if missing.
 
         Args:
             repo_id: "user/repo", or "repo" for your own namespace.
-            token: one that may write; None takes that of `hf auth login`.
-            private: whether a new repository is private; None leaves it to the Hub's defaults.
-            commit_message: title of the commit.
+            options: `token`, `private`, `revision` and `commit_message` of `hub.push_folder`.
 
         Returns: URL of the commit, str.
 
         Raises:
-            UserError: not logged in, no right to write, another visibility than asked for, or the Hub fails.
+            UserError: as in `hub.push_folder`; the files are then kept in a folder that the message names.
         """
-        with tempfile.TemporaryDirectory() as folder:
-            return self._push(Path(folder), repo_id, token=token, private=private, commit_message=commit_message)
+        folder = Path(tempfile.mkdtemp(prefix="bucket_config_"))
+        url = self._push(folder, repo_id, **options)
+        shutil.rmtree(folder)
+        return url
 
     def plan(
         self,
@@ -371,9 +372,10 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
             files.append(MEASUREMENTS_FILE)
         return [*files, *write_card(self, folder, repo_id)]
 
-    def _push(self, folder, repo_id, *, token=None, private=None, **options):
-        repo_id = make_repository(repo_id, token=token, private=private)
-        return upload(folder, self._write(folder, repo_id), repo_id, token=token, **options)
+    def _push(self, folder, repo_id, *, token=None, commit_message="Upload bucket config", **options):
+        repo_id = full_id(repo_id, token=token)
+        files = self._write(folder, repo_id)
+        return push_folder(folder, files, repo_id, token=token, commit_message=commit_message, **options)
 
 
 def _read_plan(saved):

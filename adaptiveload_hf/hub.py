@@ -1,8 +1,11 @@
-"""How do the files of a bucket config get to the Hub and back, and what is said when they do not?"""
+"""How do files get to the Hub and back, and what is said when they do not?"""
 
+import logging
+import shlex
+import time
 from pathlib import Path
 
-from huggingface_hub import create_repo, model_info, snapshot_download, upload_folder
+from huggingface_hub import create_branch, create_repo, model_info, snapshot_download, upload_folder, whoami
 from huggingface_hub.errors import (
     EntryNotFoundError,
     HfHubHTTPError,
@@ -16,6 +19,13 @@ from .errors import UserError
 
 # A refused connection is no HfHubHTTPError; it shares that error's base in the HTTP library that huggingface_hub uses.
 _HUB_FAILURES = (OSError, *HfHubHTTPError.__bases__)
+# What huggingface_hub makes of a large file's failed upload; the reason is its cause.
+_PUSH_FAILURES = (*_HUB_FAILURES, RuntimeError)
+# The Hub counts requests in windows of 300 s, and the other ranks of a run wait 600 s at most (NCCL's default).
+_PATIENCE_SECONDS = 330
+_PAUSES = (2, 10)  # seconds, where the Hub does not say how long
+
+_log = logging.getLogger(__name__)
 
 
 def is_hub_id(name):
@@ -65,27 +75,67 @@ def download(repo_id, files, *, revision, **options):
         ) from error
 
 
-def make_repository(repo_id, *, token=None, private=None):
+def full_id(repo_id, *, token=None):
     """
-    Make a model repository unless it exists.
+    "user/repo" of what may be "repo" in one's own namespace.
+
+    Raises:
+        UserError: not logged in, or the Hub fails.
+    """
+    if "/" in repo_id:
+        return repo_id
+    try:
+        return f"{_patiently(whoami, token=token)['name']}/{repo_id}"
+    except _HUB_FAILURES as error:
+        raise UserError(_reason(error, repo_id)) from error
+
+
+def push_folder(folder, files, repo_id, *, token=None, private=None, revision=None, commit_message="Upload files"):
+    """
+    Upload files of a folder, and nothing else in it, to a model repository, which is made if missing.
+
+    Files that are there already are not uploaded again. Where the Hub asks to wait (429), stumbles (5xx) or drops the
+    connection, it is asked again, with pauses of 330 seconds in all at most.
 
     Args:
+        folder: where they lie, saved already: a failure loses nothing.
+        files: their names, or patterns such as "transformer/*", list[str].
         repo_id: "user/repo", or "repo" for one's own namespace.
         token: one that may write; None takes that of `hf auth login`.
         private: whether a new repository is private; None leaves it to the Hub's defaults.
+        revision: branch, made if missing; None is the main one.
+        commit_message: title of the commit.
 
-    Returns: its full id "user/repo".
+    Returns: URL of the commit, str.
 
     Raises:
-        UserError: not logged in, no right to write, no id, or it exists with another visibility than asked for.
+        UserError: not logged in, no right to write, another visibility than asked for, a card that the Hub refuses, or
+            the Hub fails. The message has the command that uploads the folder later.
     """
+    later = _upload_command(folder, files, repo_id, private, revision)
     try:
-        repo_id = create_repo(repo_id, token=token, private=private, exist_ok=True).repo_id
-        is_private = None if private is None else model_info(repo_id, token=token).private
+        repo_id = _make_repository(repo_id, token, private)
+        if revision is not None:
+            _patiently(create_branch, repo_id, branch=revision, token=token, exist_ok=True)
+        options = {"token": token, "revision": revision, "commit_message": commit_message}
+        commit = _patiently(upload_folder, repo_id=repo_id, folder_path=folder, allow_patterns=files, **options)
+    except UserError as error:
+        raise UserError(f"{error} It is saved in {folder}.") from error
+    except _PUSH_FAILURES as error:
+        raise UserError(f"{_reason(error, repo_id)} It is saved in {folder}. To upload it later: {later}") from error
+    except ValueError as error:  # what huggingface_hub raises where the Hub's check of a card fails
+        refusal = f"{repo_id} was not pushed: {_one_line(error)}. It is saved in {folder}. Mend that, then: {later}"
+        raise UserError(refusal) from error
+    return commit.commit_url
+
+
+def _make_repository(repo_id, token, private):
+    """The full id of a model repository, which is made unless it exists."""
+    try:
+        repo_id = _patiently(create_repo, repo_id, token=token, private=private, exist_ok=True).repo_id
     except HFValidationError as error:
         raise UserError(f"{repo_id!r} is no Hub id: {error} Give it as user/repo.") from error
-    except _HUB_FAILURES as error:
-        raise UserError(_push_failure(error, repo_id)) from error
+    is_private = None if private is None else _patiently(model_info, repo_id, token=token).private
     if is_private != private:
         words = {True: "private", False: "public"}
         raise UserError(
@@ -95,39 +145,68 @@ def make_repository(repo_id, *, token=None, private=None):
     return repo_id
 
 
-def upload(folder, files, repo_id, *, token=None, commit_message="Upload bucket config"):
-    """
-    Upload files of a folder, and nothing else in it, as one commit.
-
-    Args:
-        folder: where they lie.
-        files: their names, list[str].
-        repo_id: "user/repo", which exists.
-        token: one that may write; None takes that of `hf auth login`.
-        commit_message: title of the commit.
-
-    Returns: URL of the commit, str.
-
-    Raises:
-        UserError: no right to write, or the Hub fails.
-    """
-    try:
-        commit = upload_folder(
-            repo_id=repo_id, folder_path=folder, allow_patterns=files, token=token, commit_message=commit_message
-        )
-    except _HUB_FAILURES as error:
-        raise UserError(_push_failure(error, repo_id)) from error
-    return commit.commit_url
+def _patiently(call, *arguments, **options):
+    """What `call` returns; it is called again where the Hub asks to wait, stumbles or drops the connection."""
+    pauses, waited = iter(_PAUSES), 0
+    while True:
+        try:
+            return call(*arguments, **options)
+        except _PUSH_FAILURES as error:
+            pause = _asked_pause(error) or next(pauses, None)
+            waited += pause or 0
+            if pause is None or waited > _PATIENCE_SECONDS or not _may_pass(error):
+                raise
+            _log.warning("The Hub does not answer as it should (%s): again in %g s.", _short(error), pause)
+        time.sleep(pause)
 
 
-def _push_failure(error, repo_id):
-    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+def _may_pass(error):
+    """Whether the same call may work later: too many requests, a fault of the server, a lost connection."""
+    status = _status(error)
+    local = getattr(error, "filename", None) is not None  # a file of this machine that cannot be read
+    return status == 429 or status >= 500 if status else not local
+
+
+def _status(error):
+    response = getattr(_cause(error), "response", None)
+    return None if response is None else response.status_code
+
+
+def _cause(error):
+    return error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ is not None else error
+
+
+def _asked_pause(error):
+    """Seconds that the Hub asks to wait, with one more against rounding, or None."""
+    if not _status(error):
+        return None
+    asked = _cause(error).response.headers.get("Retry-After", "")
+    return int(asked) + 1 if asked.isdecimal() else None
+
+
+def _short(error):
+    return f"status {_status(error)}" if _status(error) else _one_line(_cause(error))
+
+
+def _one_line(error):
+    return " ".join(str(error).split()).removesuffix(".")
+
+
+def _reason(error, repo_id):
+    status = _status(error)
     if status in (401, 403):
-        reason = f"The Hub refuses to write to {repo_id} (status {status})"
-        remedy = "Log in with `hf auth login`, or pass a token that may write there"
-    else:
-        reason, remedy = f"Pushing to {repo_id} failed: {error}", "Try again later"
-    return (
-        f"{reason}. {remedy}. Keep the config meanwhile with save_pretrained(folder); "
-        f"`hf upload {repo_id} folder` uploads that folder."
-    )
+        return (
+            f"The Hub refuses to write to {repo_id} (status {status}). Log in with `hf auth login`, or pass a token "
+            "that may write there."
+        )
+    if status == 429:
+        asked = _asked_pause(error)
+        return f"The Hub takes no more requests now (status 429{f', it asks to wait {asked - 1} s' if asked else ''})."
+    return f"Pushing to {repo_id} failed: {_one_line(_cause(error))}."
+
+
+def _upload_command(folder, files, repo_id, private, revision):
+    words = ["hf", "upload", repo_id, str(folder), "."]
+    words += [word for name in files for word in ("--include", name)]
+    words += (["--private"] if private else []) + (["--revision", revision] if revision else [])
+    return shlex.join(words)

@@ -1,86 +1,257 @@
-"""Does a bucket config reach the Hub and come back over real HTTP, and is every failure said plainly?"""
+"""Do configs and models reach the Hub and come back over real HTTP, and is every failure said plainly?"""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+import shlex
 
 import pytest
-from support.hub_server import local_hub
+import torch.multiprocessing
+from support.hub_server import READ_TOKEN, WRITE_TOKEN, LocalHub, local_hub, sha256, visit, visited_hub
+from support.measured import make_config
+from support.worlds import on_ranks
 
-from adaptiveload_hf.hub import is_hub_id
+from adaptiveload_hf import BucketConfig, UserError
+from adaptiveload_hf.distributed import all_ranks_fail_together, make_accelerator
+from adaptiveload_hf.hub import is_hub_id, push_folder
 
-ROOT = Path(__file__).parent.parent
+WAN = {"_class_name": "WanTransformer3DModel", "num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 12}
+WAN |= {"in_channels": 16, "ffn_dim": 32, "text_dim": 4096, "freq_dim": 256, "patch_size": [1, 2, 2]}
+COMMIT, CREATE = r"POST /api/models/.*/commit/.*", r"POST /api/repos/create"
+STAGES = [CREATE, r"POST /api/validate-yaml", r"POST /api/models/.*/preupload/.*", COMMIT]
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    monkeypatch.setattr("adaptiveload_hf.card.can_draw", lambda: False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with visited_hub(monkeypatch, tmp_path) as hub:
+        yield hub
 
 
 @pytest.fixture(scope="module")
-def visit(tmp_path_factory):
-    """(what the client said, the server): one process, since huggingface_hub reads HF_ENDPOINT when imported."""
-    work = tmp_path_factory.mktemp("hub")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
-    with local_hub() as hub:
-        environment |= {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(work / "home")}
-        environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "OMP_NUM_THREADS": "1"}
-        hub.commit_failures = {"someone/saved": [500]}
-        client = [sys.executable, str(ROOT / "tests" / "support" / "hub_client.py"), str(work)]
-        result = subprocess.run(client, env=environment, capture_output=True, text=True, cwd=ROOT, check=False)
-        assert result.returncode == 0, result.stderr
-        yield json.loads(result.stdout), hub
+def config():
+    return make_config()
 
 
-@pytest.mark.parametrize(
-    "step",
-    ["load", "load newest", "load first", "load cached", "load private", "load counted", "kept after failure"],
-)
-def test_a_pushed_config_comes_back_equal(visit, step):
-    assert visit[0][step] is True
+@pytest.fixture
+def model(tmp_path):
+    """A folder as training leaves it: a transformer, its card, and a checkpoint that nobody should see."""
+    for name, size in (
+        ("transformer/a.safetensors", 2000),
+        ("transformer/b.safetensors", 3000),
+        ("checkpoint-4/x", 9),
+    ):
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / name).write_bytes(bytes(size))
+    (tmp_path / "run" / "README.md").write_text("---\nlibrary_name: diffusers\n---\n# model\n")
+    return tmp_path / "run"
 
 
-def test_a_push_uploads_the_config_its_measurements_and_its_card(visit):
-    files = visit[1].files("someone/wan")
+MODEL_FILES = ["README.md", "transformer/*"]
+
+
+def push_model(folder, **options):
+    return push_folder(folder, MODEL_FILES, "someone/model", token=WRITE_TOKEN, **options)
+
+
+def same(one, other):
+    return one.to_json_string() == other.to_json_string() and one.measurements == other.measurements
+
+
+def load(**options):
+    return BucketConfig.from_pretrained("someone/wan", **options)
+
+
+def test_a_pushed_config_comes_back_equal_by_branch_and_by_commit_and_from_the_cache(hub, config, monkeypatch):
+    url = config.push_to_hub("someone/wan", token=WRITE_TOKEN)
+    assert url.startswith(f"{hub.url}/someone/wan/commit/")
+    slower = make_config(environment={"gpu": "another"})
+    assert slower.push_to_hub("wan", token=WRITE_TOKEN).startswith(f"{hub.url}/someone/wan/commit/")
+    assert same(load(), slower)
+    assert same(load(revision=url.rsplit("/", 1)[1]), config)
+    config.push_to_hub("someone/wan", token=WRITE_TOKEN, revision="trial")
+    assert same(load(revision="trial"), config)
+    assert same(load(), slower)
+    assert same(load(local_files_only=True), slower)
+    hub.fail(".*", 500, times=99)
+    assert same(load(), slower)  # the Hub is down
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    asked = len(hub.requests)
+    assert same(load(), slower)
+    assert len(hub.requests) == asked
+
+
+def test_a_push_uploads_four_files_and_leaves_none_behind(hub, config, monkeypatch, tmp_path):
+    monkeypatch.setattr("adaptiveload_hf.card.can_draw", lambda: True)
+    config.push_to_hub("someone/wan", token=WRITE_TOKEN)
+    files = hub.files("someone/wan")
     assert files.keys() == {"bucket_config.json", "measurements.jsonl", "README.md", "fit.png"}
     assert files["README.md"].startswith(b"---\nbase_model: Wan-AI/Wan2.1-T2V-1.3B-Diffusers\n")
     assert b'BucketConfig.from_pretrained("someone/wan")' in files["README.md"]
-    assert visit[0]["push"].startswith(f"{visit[1].url}/someone/wan/commit/")
+    assert not [content for content in files.values() if str(tmp_path).encode() in content]
+    assert not list(tmp_path.glob("bucket_config_*"))
 
 
-def test_a_push_of_a_counted_config_uploads_no_measurements(visit):
-    assert visit[1].files("someone/counted").keys() == {"bucket_config.json", "README.md"}
+def test_a_second_push_adds_only_what_is_missing(hub, config):
+    config.push_to_hub("someone/wan", token=WRITE_TOKEN)
+    config.push_to_hub("someone/wan", token=WRITE_TOKEN)
+    make_config(environment={"gpu": "another"}).push_to_hub("someone/wan", token=WRITE_TOKEN)
+    files = ["README.md", "bucket_config.json", "measurements.jsonl"]
+    assert hub.repositories["someone/wan"].uploads == [files, files[:2]]
 
 
-def test_an_equal_second_push_makes_no_commit(visit):
-    assert len(visit[1].repositories["someone/wan"].commits) == 3  # the empty one, one config, the other config
+def test_a_counted_config_is_pushed_without_measurements_and_comes_back_equal(hub):
+    counted = BucketConfig.from_flops(WAN, batch_sizes={"1x60x104": 8})
+    counted.push_to_hub("someone/wan", token=WRITE_TOKEN)
+    assert hub.files("someone/wan").keys() == {"bucket_config.json", "README.md"}
+    assert same(load(), counted)
 
 
-def test_a_push_from_a_folder_uploads_nothing_else_in_it(visit):
-    assert "checkpoint.safetensors" not in visit[1].files("someone/saved")
-    assert "bucket_config.json" in visit[1].files("someone/saved")
+def test_the_way_with_hf_xet_takes_a_config_too(hub, config, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", False)
+    hub.fail(COMMIT, 503)
+    config.push_to_hub("someone/wan", token=WRITE_TOKEN)
+    assert same(load(), config)
+    hub.fail(COMMIT, 403)
+    with pytest.raises(UserError, match="refuses to write"):
+        make_config(environment={}).push_to_hub("someone/wan", token=WRITE_TOKEN)
 
 
-def test_private_is_asked_for_and_kept(visit):
-    assert visit[1].repositories["someone/secret"].private
-    assert not visit[1].repositories["someone/wan"].private
+def test_private_is_kept_and_never_ignored(hub, config):
+    config.push_to_hub("someone/wan", token=WRITE_TOKEN, private=True)
+    assert hub.repositories["someone/wan"].private
+    with pytest.raises(UserError, match=r"someone/wan is no folder here and no Hub repository .* token="):
+        load()
+    assert same(load(token=READ_TOKEN), config)
+    config.push_to_hub("someone/open", token=WRITE_TOKEN)
+    with pytest.raises(UserError, match="someone/open exists and is public, but private=True was asked for"):
+        config.push_to_hub("someone/open", token=WRITE_TOKEN, private=True)
+    assert len(hub.repositories["someone/open"].uploads) == 1
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_pause_that_the_hub_asks_for_is_kept_at_every_stage(hub, config, stage):
+    hub.fail(stage, 429, {"Retry-After": "7"})
+    config.push_to_hub("someone/wan", token=WRITE_TOKEN)
+    assert hub.pauses == [8]
+    assert "bucket_config.json" in hub.files("someone/wan")
 
 
 @pytest.mark.parametrize(
-    ("step", "words"),
+    ("status", "headers", "words"),
     [
-        ("no such repository", ["someone/wam is no folder here and no Hub repository", "hf auth login"]),
-        ("no such revision", ["someone/wan has no revision 'v9'"]),
-        ("load private without token", ["someone/secret is no folder here and no Hub repository", "token="]),
-        ("not in the cache", ["someone/wan is no folder here and could not be loaded"]),
-        ("push without token", ["refuses to write to someone/other (status 401)", "hf auth login"]),
-        ("push with read token", ["refuses to write to someone/other (status 403)", "token that may write"]),
-        ("push to no id", ["is no Hub id", "user/repo"]),
-        ("push private to public", ["someone/wan exists and is public", "private=True"]),
-        ("push fails", ["Pushing to someone/saved failed", "500", "hf upload someone/saved"]),
+        (500, {}, "Pushing to someone/wan failed: "),
+        ("drop", {}, "Pushing to someone/wan failed: "),
+        (403, {}, "refuses to write to someone/wan (status 403). Log in with `hf auth login`"),
+        (429, {"Retry-After": "200"}, "takes no more requests now (status 429, it asks to wait 200 s)"),
     ],
 )
-def test_a_failure_says_what_and_what_to_do(visit, step, words):
-    said = visit[0][step]
-    assert str(said).startswith("UserError: ")
-    assert not [word for word in words if word not in said], said
+def test_a_failure_in_the_end_keeps_the_files_and_says_how_to_upload_them(hub, config, status, headers, words):
+    hub.fail(COMMIT, status, headers, times=99)
+    with pytest.raises(UserError) as failed:
+        config.push_to_hub("someone/wan", token=WRITE_TOKEN, private=True)
+    assert words in str(failed.value)
+    assert sum(hub.pauses) <= 330
+    command = shlex.split(str(failed.value).split("To upload it later: ")[1])
+    assert command[:3] == ["hf", "upload", "someone/wan"] and command[-1] == "--private"
+    assert command[5:-1:2] == ["--include"] * 3
+    assert same(BucketConfig.from_pretrained(command[3]), config)
+
+
+def test_a_config_that_could_not_be_pushed_from_its_folder_is_whole_there(hub, config, tmp_path):
+    hub.fail(COMMIT, 403)
+    with pytest.raises(UserError, match=f"It is saved in {tmp_path / 'saved'}. To upload it later: hf upload"):
+        config.save_pretrained(tmp_path / "saved", push_to_hub=True, repo_id="someone/wan", token=WRITE_TOKEN)
+    assert same(BucketConfig.from_pretrained(tmp_path / "saved"), config)
+    (tmp_path / "saved" / "checkpoint.safetensors").write_bytes(b"weights")
+    config.save_pretrained(tmp_path / "saved", push_to_hub=True, repo_id="someone/wan", token=WRITE_TOKEN)
+    assert same(load(), config)
+    assert "checkpoint.safetensors" not in hub.files("someone/wan")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, r"refuses to write to someone/wan \(status 401\)"),
+        ({"token": READ_TOKEN}, r"refuses to write to someone/wan \(status 403\)"),
+        ({"token": WRITE_TOKEN, "repo_id": "some one/x"}, "is no Hub id: .* Give it as user/repo"),
+    ],
+)
+def test_a_push_that_may_not_be_is_refused_at_once(hub, config, options, words):
+    with pytest.raises(UserError, match=words):
+        config.push_to_hub(**{"repo_id": "someone/wan", **options})
+    assert not hub.pauses
+
+
+def test_what_is_not_on_the_hub_is_named(hub, config):
+    with pytest.raises(UserError, match="someone/wan is no folder here and no Hub repository"):
+        load()
+    with pytest.raises(UserError, match="someone/wan is no folder here and could not be loaded"):
+        load(local_files_only=True)
+    config.push_to_hub("someone/wan", token=WRITE_TOKEN)
+    with pytest.raises(UserError, match="someone/wan has no revision 'v9'"):
+        load(revision="v9")
+
+
+def test_a_model_is_pushed_without_its_checkpoints(hub, model):
+    push_model(model)
+    assert sorted(hub.files("someone/model")) == [
+        *("README.md", "transformer/a.safetensors", "transformer/b.safetensors")
+    ]
+
+
+def test_a_dropped_upload_of_a_model_goes_on_with_what_is_missing(hub, model):
+    hub.fail(r"PUT /lfs/.*", "drop")
+    push_model(model)
+    assert hub.pauses == [1]
+    (model / "transformer" / "b.safetensors").write_bytes(b"another")
+    hub.requests.clear()
+    push_model(model)
+    assert len([request for request in hub.requests if request.startswith("PUT")]) == 1
+
+
+def test_a_model_that_cannot_be_uploaded_says_why_and_its_second_push_sends_one_file(hub, model):
+    second = r"PUT /lfs/" + sha256(bytes(3000))
+    hub.fail(second, 500, times=99)
+    with pytest.raises(UserError, match=r"Pushing to someone/model failed: .*500.*It is saved in .*/run\. To upload"):
+        push_model(model)
+    hub.failures.clear()
+    hub.requests.clear()
+    push_model(model)
+    assert [request for request in hub.requests if request.startswith("PUT")] == [second]
+
+
+def test_a_card_that_the_hub_refuses_is_named(hub, model):
+    (model / "README.md").write_text("---\nbase_model: /data/models/wan\n---\n# model\n")
+    with pytest.raises(UserError, match=r"someone/model was not pushed: .*\"/data/models/wan\" is not valid"):
+        push_model(model)
+
+
+def test_a_local_base_model_in_a_hand_edited_config_is_left_out_of_the_card(hub):
+    config = BucketConfig(**{**make_config().config, "model": {**make_config().model, "base_model": "/data/wan"}})
+    config.push_to_hub("someone/wan", token=WRITE_TOKEN)
+    assert b"/data/wan" not in hub.files("someone/wan")["README.md"]
+
+
+def push_and_wait(hub_url, folder):
+    """What each rank of a run does at its end."""
+    from pathlib import Path
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        visit(monkeypatch, LocalHub(url=hub_url), Path(folder))
+        accelerator = make_accelerator()
+        with all_ranks_fail_together(accelerator):
+            if accelerator.is_main_process:
+                push_model(Path(folder))
+            accelerator.wait_for_everyone()
+
+
+@pytest.mark.distributed
+def test_a_failed_push_ends_all_ranks_with_an_error(model):
+    with local_hub() as hub:
+        hub.fail(COMMIT, 403)
+        with pytest.raises(torch.multiprocessing.ProcessExitedException) as ended:
+            on_ranks(2, push_and_wait, hub.url, str(model))
+    assert ended.value.exit_code == 1
+    assert (model / "transformer" / "a.safetensors").is_file()
 
 
 @pytest.mark.parametrize(

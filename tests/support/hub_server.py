@@ -1,4 +1,7 @@
-"""What is the least a server must answer so that huggingface_hub can push to it and load from it over real HTTP?"""
+"""What is the least a server must answer so that huggingface_hub can push to it and load from it over real HTTP?
+
+`visited_hub` lets huggingface_hub of this very process talk to it, and fail as a test orders.
+"""
 
 import base64
 import contextlib
@@ -6,10 +9,13 @@ import hashlib
 import json
 import re
 import threading
+import time
+import types
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
+import huggingface_hub
 import yaml
 
 WRITE_TOKEN = "hf_localwritetoken"
@@ -21,18 +27,22 @@ OWNER = "someone"
 class Repository:
     private: bool = False
     commits: list = field(default_factory=lambda: [("0" * 40, {})])  # (sha, {path: bytes}), oldest first
+    branches: dict = field(default_factory=lambda: {"main": 0})  # name -> position in commits
+    uploads: list = field(default_factory=list)  # the paths that each commit brought
 
     def at(self, revision):
         """(sha, files) of a branch name or a commit; None when there is no such revision."""
-        if revision == "main":
-            return self.commits[-1]
+        if revision in self.branches:
+            return self.commits[self.branches[revision]]
         return next((commit for commit in self.commits if commit[0] == revision), None)
 
-    def add(self, changed):
-        files = {**self.commits[-1][1], **changed}
+    def add(self, changed, branch="main"):
+        files = {**self.at(branch)[1], **changed}
         content = "".join(f"{path}{blob_id(data)}" for path, data in sorted(files.items()))
         sha = hashlib.sha1(f"{len(self.commits)}{content}".encode()).hexdigest()
         self.commits.append((sha, files))
+        self.branches[branch] = len(self.commits) - 1
+        self.uploads.append(sorted(changed))
         return sha
 
 
@@ -40,11 +50,25 @@ class Repository:
 class LocalHub:
     url: str = ""
     repositories: dict = field(default_factory=dict)
-    requests: list = field(default_factory=list)  # (method, path), as they came
-    commit_failures: dict = field(default_factory=dict)  # repository -> statuses to answer its next commits with
+    requests: list = field(default_factory=list)  # "METHOD /path", as they came
+    blobs: dict = field(default_factory=dict)  # sha256 of a large file -> its bytes
+    failures: list = field(default_factory=list)  # what `fail` ordered
+    pauses: list = field(default_factory=list)  # seconds that a visitor waited
 
-    def files(self, repo_id):
-        return self.repositories[repo_id].commits[-1][1]
+    def files(self, repo_id, revision="main"):
+        return self.repositories[repo_id].at(revision)[1]
+
+    def fail(self, request, status, headers=None, times=1):
+        """Answers the next `times` requests that match the pattern so. Status "drop": reads 90% and hangs up."""
+        self.failures += [(re.compile(request), status, headers or {})] * times
+
+    def ordered(self, request):
+        """(status, headers) of the first failure that was ordered for such a request, or None."""
+        for number, (pattern, status, headers) in enumerate(self.failures):
+            if pattern.fullmatch(request):
+                del self.failures[number]
+                return status, headers
+        return None
 
 
 class HubError(Exception):
@@ -56,6 +80,10 @@ def blob_id(data):
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
+def sha256(data):
+    return hashlib.sha256(data).hexdigest()
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     hub: LocalHub
@@ -64,10 +92,17 @@ class _Handler(BaseHTTPRequestHandler):
         """Keep pytest's output clean."""
 
     def handle_request(self):
-        data = self._body()
         path = unquote(urlsplit(self.path).path)
-        self.hub.requests.append((self.command, path))
+        self.hub.requests.append(f"{self.command} {path}")
+        status, headers = self.hub.ordered(f"{self.command} {path}") or (None, {})
+        if status == "drop":
+            self.rfile.read(int(self.headers["Content-Length"]) * 9 // 10)
+            self.close_connection = True
+            return None
+        data = self._body()
         try:
+            if status is not None:
+                raise HubError(status, "", "the test asked for this failure", headers)
             for pattern, answer in ROUTES:
                 if match := re.fullmatch(pattern, f"{self.command} {path}"):
                     return answer(self, data, **match.groupdict())
@@ -77,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
             named = {"X-Error-Code": code} if code else {}
             self._send(json.dumps({"error": words}).encode(), status, {"X-Error-Message": words, **named, **headers})
 
-    do_GET = do_HEAD = do_POST = handle_request
+    do_GET = do_HEAD = do_POST = do_PUT = handle_request
 
     def _body(self):
         if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
@@ -151,7 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
         base_model = card.get("base_model")
         if base_model is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", base_model):
             errors = [{"message": f'"base_model" with value "{base_model}" is not valid. Use a model id'}]
-        self._json({"errors": errors, "warnings": []})
+        self._json({"errors": errors, "warnings": []}, status=400 if errors else 200)
 
     def preupload(self, data, repo_id, revision):
         self._require_write()
@@ -159,20 +194,40 @@ class _Handler(BaseHTTPRequestHandler):
         self._json({"files": [self._upload_mode(asked["path"], files) for asked in json.loads(data)["files"]]})
 
     def _upload_mode(self, path, files):
-        known = blob_id(files[path]) if path in files else None
-        return {"path": path, "uploadMode": "regular", "shouldIgnore": False, "oid": known}
+        large = path.endswith(".safetensors")
+        known = (sha256 if large else blob_id)(files[path]) if path in files else None
+        return {"path": path, "uploadMode": "lfs" if large else "regular", "shouldIgnore": False, "oid": known}
+
+    def lfs_batch(self, data, repo_id):
+        self._require_write()
+        objects = json.loads(data)["objects"]
+        for wanted in objects:
+            if wanted["oid"] not in self.hub.blobs:
+                wanted["actions"] = {"upload": {"href": f"{self.hub.url}/lfs/{wanted['oid']}"}}
+        self._json({"transfer": "basic", "objects": objects})
+
+    def lfs_put(self, data, oid):
+        if sha256(data) != oid:
+            raise HubError(400, "", "another content than announced", {})
+        self.hub.blobs[oid] = data
+        self._json({})
+
+    def branch(self, data, repo_id, revision):
+        self._require_write()
+        repository = self._repository(repo_id)
+        if revision in repository.branches:
+            raise HubError(409, "", "Reference already exists", {})
+        repository.branches[revision] = repository.branches["main"]
+        self._json({}, status=201)
 
     def commit(self, data, repo_id, revision):
         self._require_write()
         repository = self._repository(repo_id)
-        if failures := self.hub.commit_failures.get(repo_id):
-            raise HubError(failures.pop(0), "", "the test asked for this failure", {})
         lines = [json.loads(line) for line in data.splitlines() if line.strip()]
-        unknown = {line["key"] for line in lines} - {"header", "file"}
-        if unknown:
-            raise HubError(400, "", f"this server takes only regular files, not {sorted(unknown)}", {})
-        files = [line["value"] for line in lines if line["key"] == "file"]
-        sha = repository.add({file["path"]: base64.b64decode(file["content"]) for file in files})
+        values = {key: [line["value"] for line in lines if line["key"] == key] for key in ("file", "lfsFile")}
+        files = {file["path"]: base64.b64decode(file["content"]) for file in values["file"]}
+        files |= {file["path"]: self.hub.blobs[file["oid"]] for file in values["lfsFile"]}
+        sha = repository.add(files, revision)
         url = f"{self.hub.url}/{repo_id}/commit/{sha}"
         self._json({"success": True, "commitOid": sha, "commitUrl": url, "pullRequestUrl": None})
 
@@ -201,6 +256,9 @@ ROUTES = [
     (r"POST /api/validate-yaml", _Handler.validate_yaml),
     (rf"POST /api/models/{_REPO}/preupload/{_REVISION}", _Handler.preupload),
     (rf"POST /api/models/{_REPO}/commit/{_REVISION}", _Handler.commit),
+    (rf"POST /api/models/{_REPO}/branch/{_REVISION}", _Handler.branch),
+    (rf"POST /{_REPO}.git/info/lfs/objects/batch", _Handler.lfs_batch),
+    (r"PUT /lfs/(?P<oid>\w+)", _Handler.lfs_put),
     (rf"GET /api/models/{_REPO}/tree/{_REVISION}/?", _Handler.tree),
     (rf"GET /api/models/{_REPO}/revision/{_REVISION}", _Handler.info),
     (rf"GET /api/models/{_REPO}", _Handler.info),
@@ -223,3 +281,35 @@ def local_hub():
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def visit(monkeypatch, hub, folder):
+    """Lets huggingface_hub of this process talk to `hub`, with no token of this machine and no real pauses.
+
+    Args:
+        monkeypatch: pytest's.
+        hub: a `LocalHub`, maybe of another process.
+        folder: `pathlib.Path` for huggingface_hub's own files.
+    """
+    constants = huggingface_hub.constants
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "cache"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(folder / "token"))
+    monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", hub.url)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    no_pauses = types.SimpleNamespace(**{**vars(time), "sleep": hub.pauses.append})
+    monkeypatch.setattr("huggingface_hub.utils._http.time", no_pauses)
+    monkeypatch.setattr("adaptiveload_hf.hub.time", no_pauses)
+    huggingface_hub.close_session()  # its clients keep connections to a hub that is gone
+
+
+@contextlib.contextmanager
+def visited_hub(monkeypatch, folder):
+    """A `local_hub` that this process visits."""
+    with local_hub() as hub:
+        visit(monkeypatch, hub, folder)
+        yield hub
