@@ -28,6 +28,7 @@ _PUBLIC = {
     "BucketConfig": "config",
     "make_accelerator": "distributed",
     "measure_steps": "benchmark",
+    "TrainingMonitor": "monitor",
 }
 
 __all__ = ["__version__", *_PUBLIC]

@@ -47,7 +47,7 @@ LAYERS = [
     {"adaln.registry", "adaln.rewrite", "buckets.plan", "buckets.schedule", "buckets.tar_index"},
     {"adaln.schemas", "buckets.ranks", "buckets.simulate", "buckets.sources"},
     {"adaln.ops", "buckets.sampler", "config", "distributed", "report"},
-    {"adaln.forwards", "benchmark"},
+    {"adaln.forwards", "benchmark", "monitor"},
     {"adaln.attention", "adaln.patch_report"},
     {"adaln.patch"},
     {"commands.arguments"},

@@ -119,13 +119,13 @@ class RankBatches:
     """One rank's micro-batches of a sampler's current epoch, from first_micro_step on."""
 
     def __init__(self, sampler: BucketBatchSampler, rank: int):
-        self._sampler, self._rank, self.first_micro_step = sampler, rank, 0
+        self._sampler, self.rank, self.first_micro_step = sampler, rank, 0
 
     def __len__(self) -> int:
         return self._sampler.schedule.num_micro_steps - self.first_micro_step
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._sampler.schedule.rank_batches(self._rank, self.first_micro_step)
+        return self._sampler.schedule.rank_batches(self.rank, self.first_micro_step)
 
 
 class BucketDataLoader(DataLoaderStateMixin):
@@ -188,14 +188,14 @@ class BucketDataLoader(DataLoaderStateMixin):
         self.dataset, self.accelerator, self.gradient_state = dataset, accelerator, accelerator.gradient_state
         self.seed, self._on_dataset_change = seed, on_dataset_change
         self.fingerprint = dataset_fingerprint(dataset, index, repeats)
-        self._rank, world_size = data_rank_and_size(accelerator)
+        self.rank, world_size = data_rank_and_size(accelerator)
         accumulation = accelerator.gradient_accumulation_steps
         run = {"world_size": world_size, "gradient_accumulation_steps": accumulation}
         self.plan = config.plan(shape_counts(index, repeats), **run, **plan_options)
-        self._cost = config.cost_model
+        self.cost_model = cost = config.cost_model
         order = {"balance": balance, "loss_normalization": loss_normalization, "repeats": repeats}
-        self._sampler = BucketBatchSampler(index.bucket_of_sample, self.plan, self._cost, **run, seed=seed, **order)
-        self._batches = self._sampler.for_rank(self._rank)
+        self._sampler = BucketBatchSampler(index.bucket_of_sample, self.plan, cost, **run, seed=seed, **order)
+        self._batches = self._sampler.for_rank(self.rank)
         # Its own generator: a DataLoader without one draws from the global one, and noise after a resume would differ.
         self._generator = torch.Generator()
         self._loader = DataLoader(
@@ -283,11 +283,11 @@ class BucketDataLoader(DataLoaderStateMixin):
         # Counted when the loop gets it: what workers read ahead is read again after a resume.
         self._position += 1
         self.end_of_dataloader = self._position == schedule.num_micro_steps
-        bucket = schedule.bucket[micro_step * schedule.world_size + self._rank]
-        batch["loss_weight"] = self._sampler.loss_weight(micro_step, self._rank)
+        bucket = schedule.bucket[micro_step * schedule.world_size + self.rank]
+        batch["loss_weight"] = self._sampler.loss_weight(micro_step, self.rank)
         batch["bucket"] = str(self.plan.buckets[bucket].shape)
         batch["micro_step"] = micro_step
-        batch["sample_index"] = torch.tensor(schedule.micro_batch(micro_step, self._rank))
+        batch["sample_index"] = torch.tensor(schedule.micro_batch(micro_step, self.rank))
         return batch
 
     def _begin_epoch(self, epoch: int, segments: Sequence[dict], global_step: int) -> None:
@@ -323,7 +323,7 @@ class BucketDataLoader(DataLoaderStateMixin):
                 "world_size": schedule.world_size,
                 "gradient_accumulation_steps": schedule.gradient_accumulation_steps,
                 "plan": self.plan.to_dict(),
-                "cost_model": {"kind": self._cost.kind, "parameters": self._cost.parameters},
+                "cost_model": {"kind": self.cost_model.kind, "parameters": self.cost_model.parameters},
                 "balance": schedule.balance,
                 "micro_steps": position,
                 "digest": schedule.digest,
@@ -380,7 +380,7 @@ class BucketDataLoader(DataLoaderStateMixin):
             "world_size": schedule.world_size,
             "gradient_accumulation_steps": schedule.gradient_accumulation_steps,
             "plan": {str(bucket.shape): bucket.batch_size for bucket in self.plan.buckets},
-            "cost_model": str(self._cost),
+            "cost_model": str(self.cost_model),
             "balance": schedule.balance,
             "loss_normalization": self._sampler.loss_normalization,
             "first_micro_step": self._position,

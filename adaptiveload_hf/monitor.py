@@ -1,0 +1,339 @@
+"""What does every optimizer step of a live run cost, against what the cost model says? For anyone's own loop."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from .buckets.sampler import BucketDataLoader
+
+_WARM_UP_STEPS = 3
+_MEMORY = 0.98  # of the running means, a step: they forget what is 100 steps old
+_FEWEST_STEPS = 20  # before anything is said to drift
+_LARGEST_DRIFT = 0.15
+_LARGEST_LAG = 0.10
+
+
+class TrainingMonitor:
+    """Hands out a loader's batches and describes each optimizer step.
+
+        monitor = TrainingMonitor(accelerator, model, loader)
+        for batch in monitor:
+            loss = ...                                  # forward, backward, optimizer, as ever
+            metrics = monitor.micro_step_done(loss)     # None, or after every K-th micro-step a dict
+
+    It adds one all-gather of K + 2 numbers an optimizer step, the one in which the loss is averaged, and device events
+    around one block; nothing else waits for the device.
+
+    Args:
+        accelerator: accelerate's.
+        model: as `accelerator.prepare` returned it, or None: then ranks' compute is not measured.
+        loader: BucketDataLoader.
+    """
+
+    def __init__(self, accelerator: Accelerator, model: nn.Module | None, loader: BucketDataLoader):
+        self.accelerator, self.loader = accelerator, loader
+        self._clock = BlockClock(accelerator.device.type == "cuda")
+        self._hooks = self._clock.attach(repeated_block(model)) if model is not None else ()
+        self._in_seconds = loader.cost_model.unit == "seconds"
+        self._drift, self._pace = CostDrift(self._in_seconds), RankPace()
+        self._counters = device_counters()
+        self._block_seconds: list[float] | None = None  # of the step before
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._losses: list[torch.Tensor] = []
+        self._micro_steps: list[int] = []
+        self._pairs: list[tuple | None] = []
+        self._data_wait_seconds = 0.0
+
+    def __iter__(self):
+        """Yields the loader's batches; the time in between two is the wait for data."""
+        waiting_since = time.perf_counter()
+        self._begin_step()
+        self._start = waiting_since
+        for batch in self.loader:
+            self._data_wait_seconds += time.perf_counter() - waiting_since
+            self._micro_steps.append(batch["micro_step"])
+            self._schedule = self.loader.schedule
+            self._clock.arm()
+            yield batch
+            waiting_since = time.perf_counter()
+            if not self._micro_steps:  # what the loop did since the last optimizer step, a checkpoint say, is in none
+                self._start = waiting_since
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def micro_step_done(self, loss: torch.Tensor, flag: bool = False) -> dict | None:
+        """To call after each micro-step.
+
+        Args:
+            loss: weighted, a scalar tensor, whose mean over the W*K micro-batches is the optimizer step's loss.
+            flag: anything of this rank that all ranks must hear of, a wish to stop say.
+
+        Returns:
+            None between optimizer steps. After one, on every rank: `loss`; `flag`, true if any rank's was; `seconds`,
+            and of them `data_wait_seconds`; `samples` and `tokens` of all ranks, both a second; `predicted_seconds`
+            (sum over micro-steps of the slowest rank's cost; absent where the cost is counted in FLOPs);
+            `balance_efficiency` and `step_cv`, predicted; `achieved_efficiency` (sum over micro-steps of the mean over
+            ranks of solo seconds, as the cost model has them, over measured seconds);
+            `measured_balance_efficiency` (of the step before: mean over maximum over ranks of the seconds in one
+            block; absent where they cannot be read); `peak_reserved_gib`; `allocator_retries` and `recompiles` since
+            the monitor was made; `micro_batches`, per micro-step and rank; `findings`, sentences for a person.
+        """
+        self._losses.append(loss.detach().float())
+        self._pairs.append(self._clock.take())
+        if not self.accelerator.sync_gradients:
+            return None
+        if len(self._losses) != len(self._micro_steps):
+            raise RuntimeError("iterate over the monitor, and call micro_step_done once for each batch")
+        received = self._exchange(flag)
+        paces, blocks = received[:, 2], received[:, 3:]
+        metrics = {"loss": float(received[:, 0].mean()), "flag": bool(received[:, 1].any())}
+        metrics |= {**self._describe(), **counted_since(self._counters)}
+        if np.isfinite(blocks).all():
+            metrics["measured_balance_efficiency"] = float(blocks.mean(0).sum() / blocks.max(0).sum())
+        metrics["findings"] = [*self._drift.update(metrics, self._costs()), *self._pace.compare(paces)]
+        self._block_seconds = [seconds_between(pair) for pair in self._pairs]
+        self._pace.update(sum(self._block_seconds), self._costs()[:, self.loader.rank].sum())
+        self._begin_step()
+        return metrics
+
+    def _exchange(self, flag: bool) -> np.ndarray:
+        """Of each process its loss, flag, pace, and the seconds in one block at each micro-step of the step before.
+
+        Reading the numbers waits for the device to end this step.
+        """
+        blocks = self._block_seconds or [float("nan")] * len(self._losses)
+        loss = torch.stack(self._losses).mean()
+        sent = torch.tensor([0.0, flag, self._pace.value, *blocks], device=loss.device)
+        sent[0] = loss
+        return self.accelerator.gather(sent[None]).double().cpu().numpy()
+
+    def _numbers(self) -> np.ndarray:
+        """Of this step's micro-batches in the schedule, [K, W]."""
+        world_size = self._schedule.world_size
+        return np.array(self._micro_steps)[:, None] * world_size + np.arange(world_size)
+
+    def _costs(self) -> np.ndarray:
+        return self._schedule.cost[self._numbers()]
+
+    def _describe(self) -> dict:
+        """Counts over all ranks, from the schedule, without asking them; seconds are this rank's."""
+        seconds = time.perf_counter() - self._start
+        schedule, numbers, cost = self._schedule, self._numbers(), self._costs()
+        sizes = schedule.sizes[numbers] * (schedule.loss_weight[numbers] > 0)  # weight 0 marks padding
+        samples, tokens = int(sizes.sum()), int((sizes * schedule.tokens[numbers]).sum())
+        names = [[str(self.loader.plan.buckets[b].shape) for b in row] for row in schedule.bucket[numbers]]
+        described: dict = {
+            "seconds": seconds,
+            "data_wait_seconds": self._data_wait_seconds,
+            "samples": samples,
+            "tokens": tokens,
+            "samples_per_second": samples / seconds,
+            "tokens_per_second": tokens / seconds,
+            "balance_efficiency": float(cost.mean(1).sum() / cost.max(1).sum()),
+            "step_cv": float((cost.std(1) / cost.mean(1)).mean()),
+            "micro_batches": [
+                [{"shape": name, "batch_size": int(size)} for name, size in zip(*row)]
+                for row in zip(names, schedule.sizes[numbers])
+            ],
+        }
+        if self._in_seconds:
+            described["predicted_seconds"] = float(cost.max(1).sum())
+            described["achieved_efficiency"] = float(cost.mean(1).sum() / seconds)
+        return described
+
+    def status_line(self, metrics: dict) -> str:
+        """One line for a person about what `micro_step_done` returned."""
+        return (
+            f"loss {metrics['loss']:.4f} | {metrics['seconds']:.2f} s | "
+            f"{metrics['samples_per_second']:.2f} samples/s | "
+            f"{metrics['tokens_per_second'] / self.accelerator.num_processes:.0f} tokens/s/rank | "
+            f"efficiency {metrics.get('achieved_efficiency', metrics['balance_efficiency']):.3f} | "
+            f"data wait {metrics['data_wait_seconds']:.3f} s"
+        )
+
+    def close(self) -> None:
+        """Takes the hooks off the model."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+class BlockClock:
+    """Times the first call of one module after each `arm()`: the innermost forward, where no rank waits for another.
+
+    Hooks of FSDP that gather weights lie around these, and a recomputation in backward comes second. A copy of the
+    model gets a clock of its own, which nobody arms.
+    """
+
+    def __init__(self, on_gpu: bool):
+        self._on_gpu = on_gpu
+        self._armed, self._start, self._pair = False, None, None
+
+    def __reduce__(self):
+        return (BlockClock, (self._on_gpu,))
+
+    def attach(self, block: nn.Module | None) -> tuple:
+        """Hooks `block`, the innermost of everything that is hooked on it; returns the hooks."""
+        if block is None:
+            return ()
+        return block.register_forward_pre_hook(self.begin), block.register_forward_hook(self.end, prepend=True)
+
+    def arm(self) -> None:
+        self._armed, self._start, self._pair = True, None, None
+
+    def take(self) -> tuple | None:
+        """The two moments around the call, or None if there was none."""
+        return self._pair
+
+    def begin(self, module, inputs) -> None:
+        if self._armed:
+            self._armed, self._start = False, self._now()
+
+    def end(self, module, inputs, output) -> None:
+        if self._start is not None:
+            self._pair, self._start = (self._start, self._now()), None
+
+    def _now(self) -> torch.cuda.Event | float:
+        """On a GPU an event in the current stream, which does not wait."""
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def seconds_between(pair: tuple | None) -> float:
+    """NaN where nothing was timed. Events must have passed."""
+    if pair is None:
+        return float("nan")
+    begin, end = pair
+    return begin.elapsed_time(end) / 1000 if isinstance(begin, torch.cuda.Event) else end - begin
+
+
+def repeated_block(model: nn.Module) -> nn.Module | None:
+    """The first of the model's longest list of blocks; None where there is none, or where it is compiled.
+
+    Inside a compiled block an event would break the graph.
+    """
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    block = max(lists, key=len, default=[None])[0]
+    while hasattr(block, "_checkpoint_wrapped_module"):
+        block = block._checkpoint_wrapped_module
+    compiled = block is not None and (hasattr(block, "_orig_mod") or block._compiled_call_impl is not None)
+    return None if compiled else block
+
+
+def device_counters() -> dict[str, int]:
+    """Allocator retries of this rank's GPU, and graphs that torch.compile has made in this process, up to now."""
+    counted = {"allocator_retries": 0, "recompiles": 0}
+    if torch.cuda.is_available():
+        counted["allocator_retries"] = torch.cuda.memory_stats().get("num_alloc_retries", 0)
+    if "torch._dynamo.utils" in sys.modules:
+        counted["recompiles"] = sys.modules["torch._dynamo.utils"].counters["stats"]["unique_graphs"]
+    return counted
+
+
+def counted_since(earlier: dict[str, int]) -> dict:
+    """What was counted since `earlier`, and the peak memory of this rank in GiB, 0 without a GPU."""
+    peak = torch.cuda.max_memory_reserved() / 2**30 if torch.cuda.is_available() else 0.0
+    return {name: value - earlier[name] for name, value in device_counters().items()} | {"peak_reserved_gib": peak}
+
+
+class CostDrift:
+    """Is a bucket's cost still what the model predicts, relative to the others', and is the whole?
+
+    A step's seconds over the predicted ones are put down to the buckets of the slowest rank of each of its
+    micro-steps, by their share of the prediction.
+
+    Args:
+        in_seconds: the cost is; else only buckets are compared with one another.
+    """
+
+    def __init__(self, in_seconds: bool):
+        self._in_seconds, self._steps = in_seconds, 0
+        self._sums: dict[str, np.ndarray] = {}  # bucket -> measured, predicted, micro-steps
+        self._said: set[str] = set()
+
+    def update(self, metrics: dict, cost: np.ndarray) -> list[str]:
+        """Takes in a step.
+
+        Args:
+            metrics: with `seconds`, `data_wait_seconds` and `micro_batches`.
+            cost: predicted, [K, W].
+
+        Returns:
+            A sentence for each bucket that now drifts, once.
+        """
+        self._steps += 1
+        shapes = [[batch["shape"] for batch in row] for row in metrics["micro_batches"]]
+        slowest = [row[rank] for row, rank in zip(shapes, cost.argmax(1))]
+        new = set(slowest) - self._sums.keys()
+        for shape in new:
+            self._sums[shape] = np.zeros(3)
+        if new or self._steps <= _WARM_UP_STEPS:  # a first time compiles, tunes or allocates
+            return []
+        ratio = (metrics["seconds"] - metrics["data_wait_seconds"]) / cost.max(1).sum()
+        for sums in self._sums.values():
+            sums[:2] *= _MEMORY
+        for shape, predicted in zip(slowest, cost.max(1)):
+            self._sums[shape] += (ratio * predicted, predicted, 1)
+        return self._findings()
+
+    def _findings(self) -> list[str]:
+        measured, predicted, _ = sum(self._sums.values())
+        whole = measured / predicted
+        found = {}
+        if self._in_seconds and self._steps >= _FEWEST_STEPS and not 0.8 <= whole <= 1.25:
+            found["all"] = f"steps take {whole:.2f} times the predicted seconds"
+        for shape, (measured, predicted, count) in self._sums.items():
+            drift = measured / predicted / whole if count >= _FEWEST_STEPS else 1
+            if abs(drift - 1) > _LARGEST_DRIFT:
+                found[shape] = f"bucket {shape} takes {drift:.2f} times its share of the prediction"
+        fresh = [text for name, text in found.items() if name not in self._said]
+        self._said |= found.keys()
+        return [f"{text}: refit with `adaptiveload fit --from-log metrics.jsonl`" for text in fresh]
+
+
+class RankPace:
+    """Does one rank take longer than the others for the same work?"""
+
+    def __init__(self):
+        self._measured = self._predicted = 0.0
+        self._steps, self._said = 0, set()
+
+    @property
+    def value(self) -> float:
+        """Seconds in one block over predicted cost, of this rank."""
+        return self._measured / self._predicted if self._predicted else float("nan")
+
+    def update(self, measured: float, predicted: float) -> None:
+        self._steps += 1
+        if self._steps > _WARM_UP_STEPS and np.isfinite(measured):
+            self._measured = _MEMORY * self._measured + measured
+            self._predicted = _MEMORY * self._predicted + predicted
+
+    def compare(self, paces: np.ndarray) -> list[str]:
+        """A sentence for each process that now lags, once. paces: [processes]."""
+        if self._steps < _FEWEST_STEPS or len(paces) < 2 or not np.isfinite(paces).all():
+            return []
+        found = []
+        for process, pace in enumerate(paces):
+            lag = pace / np.median(np.delete(paces, process))
+            if lag > 1 + _LARGEST_LAG and process not in self._said:
+                self._said.add(process)
+                found.append(
+                    f"process {process} takes {lag:.2f} times as long as the others for the same work, and all wait "
+                    "for it: look for another job on its GPU, or for throttling (nvidia-smi -q -d PERFORMANCE)"
+                )
+        return found

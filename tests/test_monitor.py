@@ -1,0 +1,149 @@
+"""Does TrainingMonitor read the right numbers from a live run, the same on all ranks?"""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from support import monitored
+from support.accelerators import FSDP2
+from support.tiny_models import tiny_inputs, tiny_model
+from support.worlds import on_ranks
+
+from adaptiveload_hf.monitor import BlockClock, CostDrift, RankPace, device_counters, repeated_block
+
+
+@pytest.fixture(scope="module")
+def unbalanced():
+    return on_ranks(2, monitored.train, None, **FSDP2)
+
+
+@pytest.mark.distributed
+def test_every_rank_reads_the_same_loss_and_sums_of_all_ranks(unbalanced):
+    first, second = unbalanced
+    for one, other in zip(first["steps"], second["steps"], strict=True):
+        assert one["loss"] == other["loss"]
+        assert one["micro_batches"] == other["micro_batches"]
+    losses = np.mean([first["losses"], second["losses"]], axis=0).reshape(-1, 2).mean(1)
+    assert np.allclose([step["loss"] for step in first["steps"]], losses, rtol=1e-6)
+    assert sum(step["samples"] for step in first["steps"]) == 2 * sum(monitored.COUNTS)
+    assert sum(step["seconds"] for step in first["steps"]) == pytest.approx(first["seconds"], rel=0.1)
+
+
+@pytest.mark.distributed
+def test_a_flag_of_one_rank_is_heard_by_all_at_the_same_step(unbalanced):
+    for rank in unbalanced:
+        assert [number for number, step in enumerate(rank["steps"]) if step["flag"]] == [3]
+
+
+@pytest.mark.distributed
+def test_compute_in_a_block_shows_the_imbalance_that_wall_seconds_hide(unbalanced):
+    first, second = (rank["steps"] for rank in unbalanced)
+    assert "measured_balance_efficiency" not in first[0]
+    uneven = [i for i, step in enumerate(first[:-1]) if step["balance_efficiency"] < 0.8]
+    assert uneven
+    walls = [abs(first[i]["seconds"] / second[i]["seconds"] - 1) for i in uneven]
+    measured = [first[i + 1]["measured_balance_efficiency"] for i in uneven]
+    assert np.median(walls) < 0.05
+    assert np.median(measured) < 0.85
+
+
+@pytest.mark.distributed
+def test_a_rank_that_lags_for_the_same_work_is_named_once():
+    first, second = on_ranks(2, monitored.train, 1)
+    for rank in (first, second):
+        findings = [text for step in rank["steps"] for text in step["findings"] if "process" in text]
+        assert len(findings) == 1
+        assert findings[0].startswith("process 1 takes ")
+        assert "nvidia-smi" in findings[0]
+
+
+@pytest.mark.distributed
+def test_nothing_stays_on_the_model_and_the_line_names_the_units(unbalanced):
+    assert [rank["hooks"] for rank in unbalanced] == [rank["hooks_before"] for rank in unbalanced]
+    line = unbalanced[0]["steps"][-1]["line"]
+    for part in ("loss ", " s | ", " samples/s | ", " tokens/s/rank | ", "efficiency ", "data wait "):
+        assert part in line
+
+
+SHAPES = ["1x4x4", "5x4x4", "9x4x4"]
+COST = np.array([[1.0], [2.0], [4.0]])
+
+
+def steps_of(drift, seconds_of, steps=60):
+    """Steps of one micro-step on one rank, shapes in turn; what is found in all."""
+    found = []
+    for step in range(steps):
+        shape, cost = SHAPES[step % 3], COST[step % 3][None]
+        metrics = {"seconds": seconds_of(step) + 0.5, "data_wait_seconds": 0.5, "micro_batches": [[{"shape": shape}]]}
+        found += drift.update(metrics, cost)
+    return found
+
+
+def test_steps_that_take_what_was_predicted_drift_nowhere():
+    assert steps_of(CostDrift(True), lambda step: COST[step % 3, 0] * (1.1 if step % 2 else 0.9)) == []
+
+
+def test_the_first_steps_and_the_first_of_a_shape_may_take_what_they_take():
+    assert steps_of(CostDrift(True), lambda step: 100 if step < 3 else COST[step % 3, 0]) == []
+
+
+def test_a_bucket_that_takes_more_than_its_share_is_named_once_with_the_command():
+    (finding,) = steps_of(CostDrift(True), lambda step: COST[step % 3, 0] * (1.4 if step % 3 == 0 else 1), 120)
+    assert finding.startswith("bucket 1x4x4 takes 1.3")
+    assert "adaptiveload fit --from-log metrics.jsonl" in finding
+
+
+def test_a_run_that_is_slower_as_a_whole_is_named_once_where_seconds_were_predicted():
+    (finding,) = steps_of(CostDrift(True), lambda step: 1.5 * COST[step % 3, 0])
+    assert finding.startswith("steps take 1.50 times the predicted seconds")
+    assert steps_of(CostDrift(False), lambda step: 1.5 * COST[step % 3, 0]) == []
+
+
+def test_a_copy_of_a_watched_model_has_a_clock_of_its_own():
+    model, clock = tiny_model("sd3"), BlockClock(on_gpu=False)
+    clock.attach(repeated_block(model))
+    copies = (copy.deepcopy(model), pickle.loads(pickle.dumps(model)))
+    for other in copies:
+        clock.arm()
+        other(**tiny_inputs("sd3"))
+        assert clock.take() is None
+    model(**tiny_inputs("sd3"))
+    begin, end = clock.take()
+    assert 0 < end - begin < 60
+
+
+def test_a_recomputation_in_backward_is_not_timed():
+    model, clock = tiny_model("sd3"), BlockClock(on_gpu=False)
+    model.enable_gradient_checkpointing()
+    clock.attach(repeated_block(model))
+    clock.arm()
+    output = model(**tiny_inputs("sd3")).sample
+    first = clock.take()
+    output.sum().backward()
+    assert clock.take() is first
+
+
+def test_blocks_that_are_compiled_or_missing_are_not_watched():
+    model = tiny_model("sd3")
+    assert repeated_block(model) is model.transformer_blocks[0]
+    model.transformer_blocks[0].compile(backend="eager")
+    assert repeated_block(model) is None
+    assert repeated_block(torch.nn.Linear(2, 2)) is None
+
+
+def test_graphs_that_are_compiled_are_counted():
+    before = device_counters()["recompiles"]
+    double = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
+    double(torch.ones(3))
+    double(torch.ones(4))
+    assert device_counters()["recompiles"] == before + 2
+
+
+def test_one_process_lags_behind_nobody():
+    pace = RankPace()
+    for _ in range(50):
+        pace.update(1.0, 2.0)
+    assert pace.value == pytest.approx(0.5)
+    assert pace.compare(np.array([0.5])) == []
