@@ -1,14 +1,13 @@
 """How long does a training step take over (shape, batch size), measured inside the live distributed run?"""
 
-import gc
-import math
+import contextlib
+import functools
 import os
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,73 +16,27 @@ from accelerate.utils import DistributedType, broadcast_object_list
 from tqdm.auto import tqdm
 
 from .buckets.cost import Measurement, read_measurements
+from .buckets.fit import fit_memory_model
+from .buckets.points import Point, choose_points
 from .buckets.shapes import LatentShape, TokenGeometry
+from .device_memory import (
+    available_gib,
+    empty_device_cache,
+    read_device_memory,
+    reset_peak_memory,
+    wait_for_device,
+)
 from .distributed import all_ranks_fail_together
 from .errors import UserError
+from .restart import all_ranks_restart_together
 
 WARM_UP_STEPS = 2
+LONG_STEP_SECONDS = 2.0  # one such step warms up enough
 LEAST_REPEATS, MOST_REPEATS = 3, 6
 KNOWN_TO = 0.02  # relative standard error of the median at which a point is done
-ENOUGH_SECONDS = 5.0  # of timed steps: where they are long, or a shared machine is noisy, the least repeats do
+ENOUGH_SECONDS = 5.0  # of timed steps: where they are long, or a shared machine is noisy, two repeats do
 OFF_THE_FLOOR = 3  # the largest point must take so many times the smallest, or only the floor is seen
 MOST_CLIMBS = 6  # each by a factor of 4
-
-
-@dataclass(frozen=True)
-class Point:
-    """One (shape, batch size) to time. `tokens` is the sequence length of one sample."""
-
-    shape: LatentShape
-    tokens: int
-    batch_size: int
-
-    @property
-    def all_tokens(self) -> int:
-        return self.batch_size * self.tokens
-
-
-def choose_points(
-    shapes: Iterable[LatentShape] | Mapping[LatentShape, int],
-    geometry: TokenGeometry,
-    *,
-    max_points: int = 12,
-    max_tokens: int | None = None,
-) -> list[Point]:
-    """Spreads points so that the floor, the linear and the quadratic part of the cost are all seen.
-
-    Candidates are the data's sequence lengths S with B = 1, 2, 3, 4, 6, ... up to `max_tokens`. The corners (shortest
-    at B = 1 and at the largest B, longest at B = 1) come first, then, one by one, the candidate that lies farthest
-    from those chosen in the plane of log(B * S) and log S. Small B * S shows the floor, short S at large B the linear
-    part, long S the quadratic one. Data whose lengths do not span a factor of 16 is completed downwards with shapes
-    cut from its own.
-
-    Args:
-        shapes: the shapes of the data, e.g. `shape_counts(index)`.
-        geometry: shape to tokens.
-        max_points: at most this many points, at least 3.
-        max_tokens: the largest B * S to try; None is twice the longest sample.
-
-    Returns:
-        Points by growing B * S, so that an out-of-memory error comes last and stops nothing else.
-
-    Raises:
-        UserError: no shape, or `max_points` below 3.
-    """
-    if max_points < 3:
-        raise UserError(f"max_points must be at least 3 (floor, linear and quadratic part), but it is {max_points}.")
-    shape_of = {geometry.tokens(shape): shape for shape in sorted(shapes, reverse=True)}
-    if not shape_of:
-        raise UserError("at least one shape is needed to choose points, but there is none. Is the dataset empty?")
-    _add_smaller_shapes(shape_of, geometry)
-    lengths = sorted(shape_of)
-    max_tokens = max(max_tokens or 2 * lengths[-1], lengths[-1])
-    candidates = [(tokens, batch) for tokens in lengths for batch in _batch_ladder(max_tokens // tokens)]
-    place = {(tokens, batch): (math.log(tokens * batch), math.log(tokens)) for tokens, batch in candidates}
-    chosen = list(dict.fromkeys([(lengths[0], 1), (lengths[-1], 1), (lengths[0], max_tokens // lengths[0])]))
-    while len(chosen) < min(max_points, len(candidates)):
-        chosen.append(max(candidates, key=lambda c: min(math.dist(place[c], place[other]) for other in chosen)))
-    points = [Point(shape_of[tokens], tokens, batch) for tokens, batch in chosen]
-    return sorted(points, key=lambda point: (point.all_tokens, point.tokens))
 
 
 def measure_shapes(
@@ -99,24 +52,26 @@ def measure_shapes(
 
     First the batch of the shortest shape climbs, four times at once, until a step takes 3 times as long as the
     shortest one or no longer fits: below that only the floor would be seen, where larger batches are free. Then the
-    points of `choose_points` within that many tokens are timed.
+    points of `choose_points` within that many tokens are timed. `max_points` counts the climb's too.
 
-    Args: as in `choose_points` and `measure_steps`; the climb may add a few points to `max_points`.
+    Args: as in `choose_points` and `measure_steps`.
 
     Returns:
         All measurements, the same on every rank.
     """
-    max_tokens = None
-    for _ in range(MOST_CLIMBS):
+    max_tokens, climbed = None, {}
+    for _ in range(min(MOST_CLIMBS, max_points - 3)):
         points = choose_points(shapes, geometry, max_points=max_points, max_tokens=max_tokens)
         first = points[0]
         last = max((p for p in points if p.tokens == first.tokens), key=lambda point: point.batch_size)
         measured = measure_steps(accelerator, run_step, [first, last], output_path=output_path)
+        climbed |= dict.fromkeys([first, last])
         seconds = {(m.shape, m.batch_size): m.seconds for m in measured if not m.oom}
         reached = seconds.get((str(last.shape), last.batch_size))
         if reached is None or reached >= OFF_THE_FLOOR * seconds[str(first.shape), first.batch_size]:
             break
         max_tokens = 4 * last.all_tokens
+    points = choose_points(shapes, geometry, max_points=max_points, max_tokens=max_tokens, measured=climbed)
     return measure_steps(accelerator, run_step, points, output_path=output_path)
 
 
@@ -129,39 +84,54 @@ def measure_steps(
 ) -> list[Measurement]:
     """Times `run_step` at each point, the same point on all ranks at a time.
 
-    Seconds are those of one micro-step: an optimizer step's wall time divided by K, median over repeats (until its
-    standard error is 2% or they took 5 s; 3 to 6 of them, after 2 warm-up steps), of the slowest rank. Peak memory is
-    what the CUDA allocator handed out at most, on the fullest rank; on CPU it is 0.0, "not measured".
+    Seconds are those of one micro-step: an optimizer step's wall time divided by K, median over 3 to 6 repeats (until
+    its standard error is 2%, or 2 of them took 5 s) after 2 warm-up steps (1 where a step takes 2 s), of the slowest
+    rank. Repeats in which a rank's allocator had to free cached memory and try again are dropped. Memory is that of
+    the fullest rank; on CPU it is 0.0, "not measured".
 
-    An out-of-memory error becomes a measurement with `oom=True`, a bound, and larger points are skipped. With one
-    unsharded process the benchmark goes on. Otherwise ranks that stand in a collective cannot be brought back: the
-    bound is written, all ranks end, and the same command continues. (Not `--max_restarts`: the
-    restart failed on GPUs under NCCL; most likely it finds the first start's entries in the rendezvous store.)
+    Before each point its memory is predicted from those already measured; points that would not fit are left out. An
+    out-of-memory error all the same, or an allocator that tries again in every step, becomes a measurement with
+    `oom=True`, a bound, and larger points are skipped. One unsharded process goes on by itself. Otherwise ranks that
+    stand in a collective cannot be brought back: the bound is written, and all ranks start the same command again,
+    which goes on after it.
 
     Args:
         accelerator: the run's; its `gradient_accumulation_steps` is K.
         run_step: does one optimizer step of K micro-steps on micro-batches of this shape and batch size; begins by
             zeroing the gradients, so that a step that died of memory leaves nothing behind.
-        points: e.g. from `choose_points`.
+        points: e.g. from `choose_points`, by growing `all_tokens`.
         output_path: JSON lines, appended point by point and kept through a crash. Points found in it are not
-            measured again. On several nodes it must be on shared storage.
+            measured again.
 
     Returns:
         All measurements, those found in `output_path` first. The same on every rank.
 
     Raises:
-        UserError: nothing could be measured, not even the smallest point.
+        UserError: nothing could be measured, not even the smallest point; or, with several ranks, memory ran out and
+            there is no `output_path` to go on from.
     """
+    points = list(points)
     measurements = _read_earlier(accelerator, output_path)
     done = {(str(m.shape), m.batch_size) for m in measurements}
     bound = min((m.batch_size * m.tokens for m in measurements if m.oom), default=sys.maxsize)
-    bar = tqdm(list(points), desc="measuring", unit="point", disable=not accelerator.is_main_process)
-    with all_ranks_fail_together(accelerator), bar:
-        for point in bar:
+    limit_gib = _memory_limit(accelerator)
+    bar = tqdm(points, desc="measuring", unit="point", disable=not accelerator.is_main_process)
+    with all_ranks_fail_together(accelerator), _out_of_memory(accelerator, output_path) as out_of_memory, bar:
+        for index, point in enumerate(bar):
             if (str(point.shape), point.batch_size) in done or point.all_tokens >= bound:
                 continue
-            bar.set_postfix_str(f"{point.shape} B={point.batch_size}")
-            measurement = _measure(accelerator, run_step, point, output_path)
+            left = _remaining_seconds(accelerator, points[index:], measurements)
+            bar.set_postfix_str(f"{point.shape} B={point.batch_size}{left and f', about {left:.0f} s left'}")
+            if (needed := _predicted_gib(point, measurements)) > limit_gib:
+                bar.write(f"{_name(point)} is left out: it would need {needed:.0f} GiB of {limit_gib:.0f}", sys.stderr)
+                continue
+            try:
+                measurement = _measure(accelerator, run_step, point)
+            except torch.OutOfMemoryError:
+                measurement = None
+            # Only out of the handler is the memory of the failed step's frames given back.
+            if measurement is None:
+                measurement = out_of_memory(point)
             if measurement.oom:
                 bound = min(bound, point.all_tokens)
             measurements.append(measurement)
@@ -192,69 +162,116 @@ def append_line(path: str | os.PathLike, line: str) -> None:
         os.fsync(file.fileno())
 
 
-def _measure(accelerator, run_step, point: Point, output_path) -> Measurement:
-    try:
-        rank_seconds, peak_gib = _time_point(accelerator, run_step, point)
-    except torch.OutOfMemoryError:
-        reached = torch.cuda.max_memory_allocated() / 2**30 if accelerator.device.type == "cuda" else 0.0
-        oom = Measurement(str(point.shape), point.tokens, point.batch_size, 0.0, reached, (), oom=True)
-        if accelerator.num_processes == 1 and accelerator.distributed_type != DistributedType.FSDP:
-            accelerator.step = 0  # the step died between two micro-steps
-            gc.collect()
-            torch.cuda.empty_cache()
-            return oom
-        if output_path is not None:
-            append_line(output_path, oom.to_json())
-        kept = f"It is noted in {output_path}" if output_path is not None else "No output_path was given to note it"
+@contextlib.contextmanager
+def _out_of_memory(accelerator: Accelerator, output_path):
+    """Yields what to call when a point did not fit: it returns the bound where the ranks can go on, or ends them."""
+
+    def bound(point: Point) -> Measurement:
+        reached = read_device_memory(accelerator.device).peak_gib
+        return Measurement(str(point.shape), point.tokens, point.batch_size, 0.0, reached, oom=True)
+
+    def go_on(point: Point) -> Measurement:
+        accelerator.step = 0  # the step died between two micro-steps
+        return bound(point)
+
+    def give_up(point: Point):
         raise UserError(
-            f"{point.shape} with batch size {point.batch_size} needs more memory than this rank has. {kept}; start "
-            "the same command again and it goes on with the other points."
-        ) from None
+            f"{_name(point)} needs more memory than this rank has, and the others wait for it. Pass an output_path, "
+            "from which all ranks can start again, or leave this point out."
+        )
+
+    if accelerator.num_processes == 1 and accelerator.distributed_type != DistributedType.FSDP:
+        yield go_on
+    elif output_path is None:
+        yield give_up
+    else:
+        with all_ranks_restart_together(accelerator, functools.partial(append_line, output_path)) as restart:
+            yield lambda point: restart(bound(point).to_json())
+
+
+def _measure(accelerator: Accelerator, run_step, point: Point) -> Measurement:
+    empty_device_cache(accelerator.device)  # so that what is reserved is for this point
+    for _ in range(WARM_UP_STEPS):
+        seconds, _ = _time_step(accelerator, run_step, point)
+        if seconds[0] >= LONG_STEP_SECONDS:
+            break
+    reset_peak_memory(accelerator.device)
+    repeats = []  # [repeat][rank]; equal on all ranks, so all stop together
+    for _ in range(2 * MOST_REPEATS):
+        if len(repeats) == MOST_REPEATS or _is_known([max(ranks) for ranks in repeats], accelerator):
+            break
+        seconds, retried = _time_step(accelerator, run_step, point)
+        repeats += [] if retried else [seconds]
+    memory = read_device_memory(accelerator.device)
+    peak_gib, reserved_gib = (max(_gather(accelerator, gib)) for gib in (memory.peak_gib, memory.reserved_gib))
+    rank_seconds = tuple(statistics.median(rank) for rank in zip(*repeats))
     return Measurement(
-        str(point.shape), point.tokens, point.batch_size, max(rank_seconds), peak_gib, tuple(rank_seconds)
+        str(point.shape),
+        point.tokens,
+        point.batch_size,
+        max(rank_seconds, default=0.0),
+        peak_gib,
+        rank_seconds,
+        oom=len(repeats) < 2,
+        reserved_gib=reserved_gib,
     )
 
 
-def _time_point(accelerator, run_step, point: Point) -> tuple[list[float], float]:
-    """Median seconds of a micro-step on each rank, and the highest peak in GiB."""
-    for _ in range(WARM_UP_STEPS):
-        run_step(point.shape, point.batch_size)
-    on_gpu = accelerator.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    repeats = []  # [repeat][rank]; equal on all ranks, so all stop together
-    while len(repeats) < MOST_REPEATS and not _is_known([max(ranks) for ranks in repeats], accelerator):
-        accelerator.wait_for_everyone()
-        _wait_for_device(accelerator)
-        start = time.perf_counter()
-        run_step(point.shape, point.batch_size)
-        _wait_for_device(accelerator)
-        seconds = (time.perf_counter() - start) / accelerator.gradient_accumulation_steps
-        repeats.append(_gather(accelerator, seconds))
-    peak_gib = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
-    return [statistics.median(rank) for rank in zip(*repeats)], max(_gather(accelerator, peak_gib))
+def _time_step(accelerator: Accelerator, run_step, point: Point) -> tuple[list[float], bool]:
+    """Seconds of a micro-step on each rank, and whether any rank's allocator had to try again."""
+    retries = read_device_memory(accelerator.device).retries
+    accelerator.wait_for_everyone()
+    wait_for_device(accelerator.device)
+    start = time.perf_counter()
+    run_step(point.shape, point.batch_size)
+    wait_for_device(accelerator.device)
+    seconds = (time.perf_counter() - start) / accelerator.gradient_accumulation_steps
+    retries = read_device_memory(accelerator.device).retries - retries
+    return _gather(accelerator, seconds), max(_gather(accelerator, float(retries))) > 0
 
 
-def _is_known(seconds: list[float], accelerator) -> bool:
+def _is_known(seconds: list[float], accelerator: Accelerator) -> bool:
     """Whether the standard error of the median, 1.25 * std / sqrt(n), is within KNOWN_TO of it, or time is up."""
-    if len(seconds) < LEAST_REPEATS:
+    if len(seconds) < 2:
         return False
     if sum(seconds) * accelerator.gradient_accumulation_steps > ENOUGH_SECONDS:
         return True
     error = 1.25 * statistics.stdev(seconds) / len(seconds) ** 0.5
-    return error <= KNOWN_TO * statistics.median(seconds)
+    return len(seconds) >= LEAST_REPEATS and error <= KNOWN_TO * statistics.median(seconds)
 
 
-def _gather(accelerator, value: float) -> list[float]:
+def _predicted_gib(point: Point, measurements: list[Measurement]) -> float:
+    """From what was measured so far; 0 where that tells nothing."""
+    fitted = [m for m in measurements if m.peak_gib > 0 and not m.oom]
+    if len({m.batch_size * m.tokens for m in fitted}) < 2:
+        return 0.0
+    return float(fit_memory_model(fitted).gib(point.batch_size, point.tokens))
+
+
+def _remaining_seconds(accelerator: Accelerator, points: list[Point], measurements: list[Measurement]) -> float | None:
+    """Guessed from the largest step so far, as if linear and quadratic work were equal at 20,000 tokens."""
+    timed = [m for m in measurements if not m.oom]
+    if not timed:
+        return None
+
+    def work(point) -> float:
+        return point.batch_size * point.tokens * (1 + point.tokens / 20_000)
+
+    largest, shortest = max(timed, key=work), min(m.seconds for m in timed)
+    seconds = [max(shortest, largest.seconds * work(point) / work(largest)) for point in points]
+    steps = [3 if s >= LONG_STEP_SECONDS else WARM_UP_STEPS + LEAST_REPEATS for s in seconds]
+    return sum(s * n for s, n in zip(seconds, steps)) * accelerator.gradient_accumulation_steps
+
+
+def _memory_limit(accelerator: Accelerator) -> float:
+    return min(_gather(accelerator, available_gib(accelerator.device)))
+
+
+def _gather(accelerator: Accelerator, value: float) -> list[float]:
     return accelerator.gather(torch.tensor([value], dtype=torch.float64, device=accelerator.device)).tolist()
 
 
-def _wait_for_device(accelerator) -> None:
-    if accelerator.device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def _read_earlier(accelerator, output_path) -> list[Measurement]:
+def _read_earlier(accelerator: Accelerator, output_path) -> list[Measurement]:
     """What an interrupted benchmark left; the main process reads, all get the same."""
     found = [[]]
     if output_path is not None and accelerator.is_main_process and Path(output_path).exists():
@@ -265,23 +282,5 @@ def _read_earlier(accelerator, output_path) -> list[Measurement]:
     return broadcast_object_list(found)[0]
 
 
-def _add_smaller_shapes(shape_of: dict[int, LatentShape], geometry: TokenGeometry) -> None:
-    """Halves the longest side of the shortest shape, patches kept whole, until the lengths span a factor of 16."""
-    while min(shape_of) * 16 > max(shape_of):
-        shape = shape_of[min(shape_of)]
-        sizes = (shape.frames, shape.height, shape.width)
-        patches = [size // patch for size, patch in zip(sizes, geometry.patch_size)]
-        longest = patches.index(max(patches))
-        if patches[longest] == 1:
-            return
-        patches[longest] //= 2
-        smaller = LatentShape(*(count * patch for count, patch in zip(patches, geometry.patch_size)))
-        shape_of[geometry.tokens(smaller)] = smaller
-
-
-def _batch_ladder(most: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 11, ...: steps of sqrt(2), ending with `most`."""
-    batches = [1]
-    while batches[-1] < most:
-        batches.append(min(most, max(batches[-1] + 1, round(batches[-1] * 2**0.5))))
-    return batches
+def _name(point: Point) -> str:
+    return f"{point.shape} with batch size {point.batch_size}"

@@ -12,12 +12,15 @@ from .cost import Additive, CostModel, Measurement, MemoryModel, PowerLaw, Roofl
 
 # S is divided by this while fitting, so that all coefficients are of the same order.
 _TOKEN_SCALE = 1e4
+# What the parameters of Additive and Roofline are multiplied by then: a or floor, c0, c1, c2, a.
+_UNITS = _TOKEN_SCALE ** np.array([0.0, 0.0, 1.0, 2.0, 0.0])
 # Compute-bound steps repeat within about 2% (NVIDIA H200, tests/data); launch-bound ones stray by 20% and more.
 _LEAST_RESIDUAL_SCALE = 0.02
 # Steps shorter than this many times the shortest one may still be on the floor.
 _ABOVE_FLOOR = 1.5
 _LEAST_STRAY = 0.1
 _HIGHEST_EXPONENT = 4.0
+_STARTS_KEPT = 2
 _FITTED: dict[str, type[CostModel]] = {model.kind: model for model in (PowerLaw, Additive, Roofline)}
 
 
@@ -147,7 +150,7 @@ def parameter_confidence(fit: CostFit, draws: int = 100, seed: int = 0) -> dict[
     for _ in range(draws):
         drawn = predicted * np.maximum(0.1, 1 + random.choice(errors, len(errors)))
         again = replace(steps, seconds=drawn)
-        found.append(list(_model(kind, _minimise(kind, again, start, "cauchy", scale).x).parameters.values()))
+        found.append(list(_model(kind, _minimise(kind, again, start, scale).x).parameters.values()))
     low, high = np.quantile(found, [0.05, 0.95], axis=0)
     return {name: (float(a), float(b)) for name, a, b in zip(fit.model.parameters, low, high)}
 
@@ -302,43 +305,70 @@ def _relative_errors(model: CostModel, steps: TimedSteps) -> np.ndarray:
 def _model(kind: str, x: np.ndarray) -> CostModel:
     if kind == PowerLaw.kind:
         return PowerLaw(float(x[0]), float(x[1] / _TOKEN_SCALE ** x[2]), float(x[2]))
-    return _FITTED[kind](float(x[0]), float(x[1]), float(x[2] / _TOKEN_SCALE), float(x[3] / _TOKEN_SCALE**2))
+    return _FITTED[kind](*(x / _UNITS[: len(x)]).tolist())
 
 
 def _vector(model: CostModel) -> np.ndarray:
     """The x of which `_model` makes this model."""
     x = np.array(list(model.parameters.values()))
-    units = [1, _TOKEN_SCALE**model.p, 1] if model.kind == PowerLaw.kind else _TOKEN_SCALE ** np.array([0, 0, 1, 2])
-    return x * units
+    return x * ([1, _TOKEN_SCALE**model.p, 1] if model.kind == PowerLaw.kind else _UNITS[: len(x)])
 
 
 def _starts(kind: str, steps: TimedSteps) -> list[np.ndarray]:
-    """Where the search begins: linear non-negative least squares with the form's kink or exponent held fixed."""
+    """Where the search may begin: solved for some exponents, or for some guesses of which steps are on the floor."""
+    if kind == PowerLaw.kind:
+        return [_alternate(kind, steps, np.array([0.0, 1.0, p])) for p in np.arange(1.0, 2.6, 0.25)]
+    if kind == Additive.kind:
+        return [_alternate(kind, steps, np.array([0.0, 0.0, 1.0, 1.0]))]
+    seconds, starts = steps.seconds / steps.batch_size.shape[1], []
+    floors = np.outer(np.quantile(seconds, [0.0, 0.1, 0.25, 0.5]), [0.9, 1.3]).ravel()
+    for linear, quadratic in ((1.0, 0.0), (1.0, 1.0), (0.0, 1.0)):
+        tokens = steps.tokens / _TOKEN_SCALE
+        work = (steps.batch_size * (linear * tokens + quadratic * tokens**2)).max(axis=2).mean(axis=1)
+        rate = np.quantile(seconds / work, 0.25)
+        starts += [np.array([floor, 0.0, rate * linear, rate * quadratic, 0.0]) for floor in floors]
+    return [_alternate(kind, steps, x) for x in starts]
+
+
+def _alternate(kind: str, steps: TimedSteps, x: np.ndarray) -> np.ndarray:
+    """Robust non-negative least squares, in turn with who is the slowest rank and which micro-steps are on the floor.
+
+    With those (and a power law's exponent) held, seconds are linear in the parameters.
+    """
     from scipy.optimize import nnls
 
-    batch, tokens, seconds = steps.batch_size, steps.tokens / _TOKEN_SCALE, steps.seconds
-    micro_steps = np.full(len(seconds), batch.shape[1], dtype=np.float64)
-    # Which rank is the slowest depends on the law; this guess is only for the start.
-    slowest = (batch * tokens * (1 + tokens)).argmax(axis=2)[:, :, None]
+    weights = np.ones(len(steps.seconds))
+    for _ in range(12):
+        matrix = _columns(kind, steps, x) / steps.seconds[:, None]
+        found = nnls(matrix * weights[:, None], weights)[0]
+        x = np.append(found, x[2]) if kind == PowerLaw.kind else found
+        off = np.abs(matrix @ found - 1)
+        # The weights of the Cauchy loss.
+        weights = (1 + (off / max(_LEAST_RESIDUAL_SCALE, float(np.median(off)))) ** 2) ** -0.5
+    return x
 
-    def solve(*columns, rows=slice(None)):
-        # Divided by seconds, so that the residual is the relative error.
-        matrix = np.stack(columns, axis=1)[rows] / seconds[rows, None]
-        return nnls(matrix, np.ones(len(matrix)))[0]
 
-    def column(power):
-        return np.take_along_axis(batch * tokens**power, slowest, axis=2).sum(axis=(1, 2))
-
+def _columns(kind: str, steps: TimedSteps, x: np.ndarray) -> np.ndarray:
+    """What each linear parameter is multiplied by, float64 [steps, parameters]."""
+    model = _model(kind, x)
+    work = steps.batch_size * model.seconds_per_sample(steps.tokens)
+    slowest = work.argmax(axis=2)[:, :, None]
+    batch, tokens, work = (
+        np.take_along_axis(array, slowest, axis=2)[:, :, 0]
+        for array in (steps.batch_size, steps.tokens / _TOKEN_SCALE, work)
+    )
     if kind == PowerLaw.kind:
-        return [np.append(solve(micro_steps, column(p)), p) for p in (1.0, 1.5, 2.0)]
-    columns = [column(power) for power in (0, 1, 2)]
-    if kind == Additive.kind:
-        return [solve(micro_steps, *columns)]
-    floors = np.quantile(seconds / micro_steps, [0.0, 0.1, 0.25, 0.5])
-    return [np.append(f, solve(*columns, rows=seconds / micro_steps >= f)) for f in floors]
+        columns = [np.ones_like(batch), batch * tokens ** x[2]]
+    else:
+        columns = [np.ones_like(batch), batch, batch * tokens, batch * tokens**2]
+    if kind == Roofline.kind:
+        above = model.a + work > model.floor
+        columns = [~above, *(above * column for column in columns[1:]), above]
+    return np.stack(columns, axis=2).sum(axis=1, dtype=np.float64)
 
 
-def _minimise(kind: str, steps: TimedSteps, start: np.ndarray, loss: str, scale: float):
+def _minimise(kind: str, steps: TimedSteps, start: np.ndarray, scale: float):
+    """The parameters with the least Cauchy loss of the relative errors near `start`, and that loss."""
     from scipy.optimize import least_squares
 
     def residuals(x):
@@ -346,15 +376,15 @@ def _minimise(kind: str, steps: TimedSteps, start: np.ndarray, loss: str, scale:
 
     # No exponent on steps that tell nothing about it may run off to where S**p overflows.
     highest = [np.inf, np.inf, _HIGHEST_EXPONENT] if kind == PowerLaw.kind else np.inf
-    return least_squares(residuals, start, bounds=(0, highest), loss=loss, f_scale=scale)
+    return least_squares(residuals, start, bounds=(0, highest), loss="cauchy", f_scale=scale)
 
 
 def _fit(kind: str, steps: TimedSteps) -> CostModel:
-    starts, loss, scale = _starts(kind, steps), "soft_l1", _LEAST_RESIDUAL_SCALE
-    # First absolute errors, then a loss that grows only with the logarithm beyond the errors that are usual here: so
-    # strays do not bend the slope, and a form that fits nowhere is not fitted to a few points alone.
-    for _ in range(3):
-        best = min((_minimise(kind, steps, x, loss, scale) for x in starts), key=lambda found: found.cost)
-        starts, loss = [*starts, best.x], "cauchy"
-        scale = max(_LEAST_RESIDUAL_SCALE, float(np.median(_relative_errors(_model(kind, best.x), steps))))
-    return _model(kind, best.x)
+    # A loss that grows only with the logarithm beyond the errors that are usual here: so strays do not bend the
+    # slope, and a form that fits nowhere is not fitted to a few points alone.
+    starts = _starts(kind, steps)
+    errors = np.stack([_relative_errors(_model(kind, x), steps) for x in starts])
+    scale = max(_LEAST_RESIDUAL_SCALE, float(np.median(errors, axis=1).min()))
+    losses = np.log1p((errors / scale) ** 2).sum(axis=1)
+    best = [starts[i] for i in np.argsort(losses, kind="stable")[:_STARTS_KEPT]]
+    return _model(kind, min((_minimise(kind, steps, x, scale) for x in best), key=lambda found: found.cost).x)

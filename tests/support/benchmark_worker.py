@@ -1,6 +1,6 @@
 """Run on 2 ranks by test_benchmark.py: measures steps that meet in a collective; rank 1 is slower and has less memory.
 
-Arguments: the output path, and the largest B * S that fits on rank 1.
+Arguments: the output path and the largest B * S that fits on rank 1.
 """
 
 import sys
@@ -15,6 +15,7 @@ from adaptiveload_hf.benchmark import Point, measure_steps
 def main():
     output_path, fits = sys.argv[1], int(sys.argv[2])
     accelerator = make_accelerator(gradient_accumulation_steps=2)
+    sys.stdout.write(f"{accelerator.process_index} begins\n")
 
     def run_step(shape, batch_size):
         if accelerator.process_index == 1 and batch_size * shape.frames > fits:
