@@ -2,19 +2,34 @@
 
 from huggingface_hub import ModelCardData
 
-from .figures import can_draw, fit_png
+from .figures import can_draw
+from .fit_figures import fit_png
 from .hub import is_hub_id
 
 CARD_FILE, PICTURE_FILE = "README.md", "fit.png"
 TAGS = ["adaptiveload", "bucket-config", "video-diffusion"]
-_MEASURED = (
-    "What one training step of this model costs, measured with the set-up below, and the law fitted to it. "
-    "`adaptiveload_hf` turns it into batch sizes for your own clips, number of GPUs and gradient accumulation."
-)
-_COUNTED = (
-    "What one training step of this model costs in proportion, counted from its config: relative cost (teraflop), not "
-    "seconds. Nothing was measured. `adaptiveload_hf` deals micro-batches of equal cost side by side by it."
-)
+_TURNS = "`adaptiveload_hf` turns it into batch sizes for your own clips, number of GPUs and gradient accumulation."
+# By the config's origin: what the numbers are, the heading over the set-up, the heading over the measurements.
+_ORIGINS = {
+    "benchmark": (
+        "What one training step of this model costs, measured with the set-up below, and the law fitted to it. "
+        + _TURNS,
+        "Measured with",
+        "Measurements",
+    ),
+    "training_log": (
+        "What one training step of this model costs, fitted to the optimizer steps of a training run with the set-up "
+        "below; no benchmark was run, and memory is in no log. " + _TURNS,
+        "Trained with",
+        "Each micro-batch's share of the run's steps",
+    ),
+    "counted": (
+        "What one training step of this model costs in proportion, counted from its config: relative cost (teraflop), "
+        "not seconds. Nothing was measured. `adaptiveload_hf` deals micro-batches of equal cost side by side by it.",
+        "Counted for",
+        None,
+    ),
+}
 
 
 def write_card(config, folder, repo_id):
@@ -30,7 +45,8 @@ def write_card(config, folder, repo_id):
     """
     files = [CARD_FILE]
     if config.measurements and can_draw():
-        (folder / PICTURE_FILE).write_bytes(fit_png(config.measurements, config.cost_model, config.power_law))
+        laws = {"power_law": config.power_law, config.cost_model.kind: config.cost_model}
+        (folder / PICTURE_FILE).write_bytes(fit_png(config.measurements, laws, config.cost_model.kind))
         files.append(PICTURE_FILE)
     (folder / CARD_FILE).write_text(_card(config, repo_id, PICTURE_FILE in files), encoding="utf-8")
     return files
@@ -40,12 +56,13 @@ def _card(config, repo_id, has_picture):
     base_model = config.model.get("base_model")
     base_model = base_model if is_hub_id(base_model) else None  # the Hub refuses a card that names a path
     front_matter = ModelCardData(library_name="adaptiveload_hf", tags=TAGS, base_model=base_model).to_yaml()
+    words, set_up, measured = _ORIGINS[config.origin]
     parts = [
         f"---\n{front_matter}\n---",
         f"# Bucket config: {_cell(config.model.get('class', 'a diffusion transformer'))}",
-        (_MEASURED if config.measurements else _COUNTED),
+        words,
         _use(repo_id),
-        ("## Measured with\n\n" if config.measurements else "## Counted for\n\n") + _table(("", ""), _facts(config)),
+        f"## {set_up}\n\n" + _table(("", ""), _facts(config)),
         "## Cost law\n\n" + _table(("form", "parameters", "median error", "largest error"), _laws(config)),
     ]
     if config.memory_model is not None:
@@ -55,7 +72,7 @@ def _card(config, repo_id, has_picture):
         parts.append(f"![measured seconds, fitted laws and their errors]({PICTURE_FILE})")
     if config.measurements:
         header = ("shape", "tokens S", "batch size B", "seconds", "peak GiB")
-        parts.append("## Measurements\n\n" + _table(header, _measurements(config)))
+        parts.append(f"## {measured}\n\n" + _table(header, _measurements(config)))
     if config.batch_sizes:
         rows = ((shape, config.geometry.tokens(shape), size) for shape, size in sorted(config.batch_sizes.items()))
         parts.append("## Batch sizes in use\n\n" + _table(("shape", "tokens S", "batch size B"), rows))
@@ -98,7 +115,11 @@ def _laws(config):
 
 def _measurements(config):
     for m in config.measurements:
-        yield m.shape, m.tokens, m.batch_size, "out of memory" if m.oom else f"{m.seconds:.4g}", f"{m.peak_gib:.4g}"
+        yield m.shape, m.tokens, m.batch_size, "out of memory" if m.oom else f"{m.seconds:.4g}", _gib(m.peak_gib)
+
+
+def _gib(gib):
+    return f"{gib:.4g}" if gib else "not measured"
 
 
 def _example(plan, unit):

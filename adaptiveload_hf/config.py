@@ -22,20 +22,16 @@ from .config_file import (
     MEASUREMENTS_FILE,
     check_fields,
     check_tokens,
-    current_environment,
-    differences,
     is_counted,
     plain,
     read_config_measurements,
     read_fields,
 )
+from .environment import assumptions, current_environment, differences, memory_limit, memory_on_ranks
 from .errors import UserError
 from .hub import download, full_id, is_hub_id, push_folder
 
-MEMORY_RESERVE = 0.1  # of the GPU's memory: CUDA context, NCCL buffers and fragmentation, which no measurement sees
 _MODEL_KEYS = ("class", "config_hash", "patch_size", "text_tokens")
-# The plan is made anew for the user's own ranks and accumulation, so those two may differ.
-_MAY_DIFFER = ("world_size", "gradient_accumulation_steps")
 
 
 class BucketConfig(ConfigMixin, PushToHubMixin):
@@ -57,29 +53,33 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         self,
         *,
         format_version: int,
+        origin: str,
         model: dict,
         environment: dict,
         cost_model: dict,
         power_law: dict | None,
         memory_model: dict | None,
         example_plan: dict | None,
-        batch_sizes: dict | None = None,
+        batch_sizes: dict | None,
         measurements=(),
     ):
         check_fields(self.config)
+        self.origin = origin
         self.model = model
         self.environment = environment
         self.cost_model = cost_model_from_dict(cost_model)
         self.power_law = None if power_law is None else cost_model_from_dict(power_law)
         self.memory_model = None if memory_model is None else MemoryModel(**memory_model)
         self.geometry = TokenGeometry(tuple(model["patch_size"]), model["text_tokens"])
-        self.example_plan = None if example_plan is None else _read_plan(example_plan)
+        self.example_plan = None if example_plan is None else BucketPlan.from_dict(example_plan)
         self.batch_sizes = {LatentShape.parse(shape): size for shape, size in (batch_sizes or {}).items()}
         self.measurements = list(measurements)
         check_tokens(self.measurements, self.geometry)
 
     @classmethod
-    def from_measurements(cls, measurements, *, model, environment, geometry, example_plan=None, fit=None):
+    def from_measurements(
+        cls, measurements, *, model, environment, geometry, example_plan=None, fit=None, origin="benchmark"
+    ):
         """
         Fit the cost law (and the memory law where memory was measured).
 
@@ -91,6 +91,7 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
             geometry: `TokenGeometry` of the model.
             example_plan: `BucketPlan` of the author's own data.
             fit: the `CostFit` to save, where it was made already.
+            origin: "benchmark", or "training_log" where the measurements are shares of a run's steps.
 
         Raises:
             UserError: tokens of a measurement are not what `geometry` gives; or nothing can be fitted.
@@ -105,11 +106,13 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
             memory = fit_memory_model(measurements, environment.get("gpu_memory_gib"))
         return cls(
             format_version=FORMAT_VERSION,
+            origin=origin,
             **fields,
             cost_model=_cost_fields(fit.candidates[fit.model.kind]),
             power_law=_cost_fields(fit.candidates["power_law"]),
             memory_model=memory and asdict(memory),
             example_plan=example_plan and plain(example_plan.to_dict(), "example_plan"),
+            batch_sizes=None,
             measurements=measurements,
         )
 
@@ -130,6 +133,7 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         model_class, geometry, cost = count_flops(transformer_config, text_tokens)
         return cls(
             format_version=FORMAT_VERSION,
+            origin="counted",
             model={"class": model_class, "patch_size": list(geometry.patch_size), "text_tokens": geometry.text_tokens},
             environment={},
             cost_model={"kind": cost.kind, "parameters": cost.parameters},
@@ -145,6 +149,8 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         pretrained_model_name_or_path,
         *,
         strict=False,
+        environment=None,
+        model=None,
         revision=None,
         token=None,
         cache_dir=None,
@@ -156,7 +162,8 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
 
         Args:
             pretrained_model_name_or_path: a folder that `save_pretrained` wrote, or a Hub id such as "user/repo".
-            strict: refuse a config that was measured on another GPU or with other versions than are here.
+            strict: refuse a config that `check_environment` finds any difference for.
+            environment, model: as in `check_environment`, for `strict`; by default GPU and versions of this machine.
             revision, token, cache_dir, force_download, local_files_only: as in `huggingface_hub.snapshot_download`.
 
         Raises:
@@ -183,8 +190,8 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
             config = cls(**fields, measurements=measurements)
         except UserError as error:
             raise UserError(f"{folder / CONFIG_FILE}: {error}") from None
-        different = config.check_environment(current_environment()) if strict else []
-        if different:
+        different = config.check_environment(environment or current_environment(), model)
+        if strict and different:
             raise UserError(
                 f"{pretrained_model_name_or_path} was measured in another environment:\n  "
                 + "\n  ".join(different)
@@ -247,9 +254,8 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
 
         Args:
             shape_counts: samples by `LatentShape`.
-            memory_limit_gib: None takes (1 - MEMORY_RESERVE) of the GPU memory that the config was measured with, or
-                of this machine's GPU where that is smaller; the plan's findings state it. Without measured memory
-                the largest micro-batch that was measured is the limit.
+            memory_limit_gib: None takes 90% of the memory of the GPU here, or without one of the measured GPU; the
+                plan's findings state it. Without measured memory the largest micro-batch measured is the limit.
             policy: None is "dual", or "fixed" where the config has batch sizes of its own.
             the rest: as in `make_plan`.
 
@@ -263,7 +269,6 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         plan = make_plan(
             shape_counts,
             self.cost_model,
-            self.memory_model,
             world_size=world_size,
             gradient_accumulation_steps=gradient_accumulation_steps,
             target_seconds=target_seconds,
@@ -325,7 +330,7 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         Returns: one sentence a difference, as list[str].
         """
         model = plain(model or {}, "model")
-        return differences(self.environment, environment, _MAY_DIFFER) + [
+        return differences(self.environment, environment) + [
             f"model {key}: measured with {self.model[key]}, here {model[key]}"
             for key in _MODEL_KEYS
             if key in model and key in self.model and model[key] != self.model[key]
@@ -333,24 +338,20 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
 
     def _plan_options(self, world_size, memory_limit_gib):
         """What this config adds to the arguments of `make_plan`, and what the user should know of it."""
-        findings = []
-        if memory_limit_gib is None and self.memory_model is not None:
-            memories = (self.environment.get("gpu_memory_gib"), current_environment()["gpu_memory_gib"])
-            if memory := min((gib for gib in memories if gib), default=None):
-                memory_limit_gib = (1 - MEMORY_RESERVE) * memory
-                share = f"{1 - MEMORY_RESERVE:.0%} of a GPU with {memory:.1f} GiB"
-                findings.append(f"Memory limit {memory_limit_gib:.1f} GiB: {share}.")
-        if self.environment.get("world_size") not in (None, world_size):
-            findings.append(
-                f"Measured on {self.environment['world_size']} ranks, planned for {world_size}: a micro-batch is "
-                "assumed to take as long there as it did on the measured ranks."
-            )
-        if self.cost_model.unit != "seconds":
+        findings, memory = assumptions(self.environment, world_size), self.memory_model
+        if memory is not None:
+            memory, said = memory_on_ranks(memory, self.environment, world_size)
+            findings += said
+            if memory_limit_gib is None:
+                memory_limit_gib, said = memory_limit(self.environment)
+                findings = [*([said] if said else []), *findings]
+        if self.origin == "counted":
             findings.append("The cost was counted from the model's config: right in proportion, but no seconds.")
         fit = [(m.batch_size, m.tokens) for m in self.measurements if not m.oom]
         tokens = [sample_tokens for _, sample_tokens in fit]
         fit = fit or [(size, self.geometry.tokens(shape)) for shape, size in self.batch_sizes.items()]
         options = {
+            "memory": memory,
             "geometry": self.geometry,
             "memory_limit_gib": memory_limit_gib,
             "m_mem_tokens": max((size * sample_tokens for size, sample_tokens in fit), default=None),
@@ -376,13 +377,6 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         repo_id = full_id(repo_id, token=token)
         files = self._write(folder, repo_id)
         return push_folder(folder, files, repo_id, token=token, commit_message=commit_message, **options)
-
-
-def _read_plan(saved):
-    try:
-        return BucketPlan.from_dict(saved)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"example_plan is no plan of this version ({error!r}). Set it to null.") from None
 
 
 def _cost_fields(candidate):

@@ -1,22 +1,24 @@
 """What may stand in `bucket_config.json`, and how is it said where a file does not hold it?"""
 
+import dataclasses
 import json
 import math
 
-import accelerate
-import diffusers
 import numpy as np
-import torch
 
-from . import __version__
-from .buckets.cost import FlopCount, cost_model_from_dict, read_measurements
+from .buckets.cost import FlopCount, MemoryModel, cost_model_from_dict, read_measurements
+from .buckets.plan import POLICIES, Bucket, BucketPlan
 from .buckets.shapes import LatentShape
 from .errors import UserError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 CONFIG_FILE, MEASUREMENTS_FILE = "bucket_config.json", "measurements.jsonl"
-FIELDS = ("format_version", "model", "environment", "cost_model", "power_law", "memory_model", "example_plan")
-OPTIONAL_FIELDS = ("batch_sizes",)
+FIELDS = (
+    *("format_version", "origin", "model", "environment", "cost_model", "power_law", "memory_model", "example_plan"),
+    "batch_sizes",
+)
+ORIGINS = ("benchmark", "training_log", "counted")
+_LARGEST = 1e12  # of any number: no product of a few of them leaves the range of float64
 
 
 def plain(value, field):
@@ -54,10 +56,10 @@ def read_fields(path):
     Args:
         path: `pathlib.Path` of the file.
 
-    Returns: dict with the keys FIELDS, and maybe OPTIONAL_FIELDS.
+    Returns: dict with the keys FIELDS; an older `format_version` is brought up to FORMAT_VERSION.
 
     Raises:
-        UserError: no such file, no JSON, another `format_version`, a key missing or unknown.
+        UserError: no such file, no JSON, a newer `format_version`, a key missing or unknown.
     """
     if not path.is_file():
         raise UserError(f"{path.parent} holds no {path.name}. Give a folder that BucketConfig.save_pretrained wrote.")
@@ -79,12 +81,11 @@ def read_fields(path):
     if not isinstance(fields, dict):
         raise UserError(f"{path} must hold a JSON object, but it holds a {type(fields).__name__}.")
     _check_version(fields.get("format_version"), path)
-    fields = {key: value for key, value in fields.items() if not key.startswith("_")}
+    fields = _migrate({key: value for key, value in fields.items() if not key.startswith("_")})
     if missing := [key for key in FIELDS if key not in fields]:
         raise UserError(f"{path} lacks {', '.join(missing)}. Restore it from where the config came.")
-    known = (*FIELDS, *OPTIONAL_FIELDS)
-    if unknown := sorted(fields.keys() - set(known)):
-        raise UserError(f"{path} has unknown keys: {', '.join(unknown)}. The known ones are {', '.join(known)}.")
+    if unknown := sorted(fields.keys() - set(FIELDS)):
+        raise UserError(f"{path} has unknown keys: {', '.join(unknown)}. The known ones are {', '.join(FIELDS)}.")
     return fields
 
 
@@ -121,43 +122,32 @@ def check_fields(fields):
     Check each field that is computed with.
 
     Args:
-        fields: dict with the keys FIELDS and OPTIONAL_FIELDS.
+        fields: dict with the keys FIELDS.
 
     Raises:
         UserError: the field's name, what it must be and what it is.
     """
     counted = is_counted(fields)
+    _check_one_of(fields["origin"], ("counted",) if counted else ORIGINS[:2], "origin")
     for name in ("model", "environment", "cost_model", *(() if counted else ("power_law",))):
-        _check_is(fields[name], dict, name)
-    patch_size = fields["model"].get("patch_size")
-    if not (isinstance(patch_size, list) and len(patch_size) == 3 and all(map(_is_count, patch_size))):
-        raise UserError(f"model.patch_size must be three positive whole numbers, but it is {patch_size!r}.")
-    text_tokens = fields["model"].get("text_tokens")
-    if text_tokens != 0 and not _is_count(text_tokens):
-        raise UserError(f"model.text_tokens must be a whole number of at least 0, but it is {text_tokens!r}.")
+        _check_object(fields[name], name)
+    _check_model(fields["model"])
+    _check_environment(fields["environment"])
     _check_cost_model(fields["cost_model"], "cost_model", fitted=not counted)
     if counted and fields["power_law"] is not None:
-        raise UserError(f"power_law must be null beside a counted cost, but it is {fields['power_law']!r}.")
+        raise UserError(f"power_law must be null beside a counted cost, but it is {_shown(fields['power_law'])}.")
     if not counted:
         _check_cost_model(fields["power_law"], "power_law", fitted=True)
-        if fields["power_law"]["kind"] != "power_law":
-            raise UserError(f"power_law.kind must be 'power_law', but it is {fields['power_law']['kind']!r}.")
+        _check_one_of(fields["power_law"]["kind"], ("power_law",), "power_law.kind")
     if fields["memory_model"] is not None:
         _check_memory_model(fields["memory_model"])
     if fields["example_plan"] is not None:
-        _check_is(fields["example_plan"], dict, "example_plan")
+        _check_plan(fields["example_plan"], "example_plan")
     if fields["batch_sizes"] is not None:
-        _check_is(fields["batch_sizes"], dict, "batch_sizes")
+        _check_object(fields["batch_sizes"], "batch_sizes")
         for shape, size in fields["batch_sizes"].items():
-            if not _is_count(size):
-                raise UserError(f"batch_sizes.{shape} must be a positive whole number, but it is {size!r}.")
-    memory = fields["environment"].get("gpu_memory_gib")
-    if memory is not None and not (_is_number(memory) and memory > 0):
-        raise UserError(f"environment.gpu_memory_gib must be a positive number or null, but it is {memory!r}.")
-    for name in ("world_size", "gradient_accumulation_steps"):
-        value = fields["environment"].get(name)
-        if value is not None and not _is_count(value):
-            raise UserError(f"environment.{name} must be a positive whole number or null, but it is {value!r}.")
+            _check_shape(shape, "batch_sizes")
+            _check_count(size, f"batch_sizes.{shape}")
 
 
 def check_tokens(measurements, geometry):
@@ -175,57 +165,58 @@ def check_tokens(measurements, geometry):
             )
 
 
-def current_environment():
-    """The part of `environment` that this machine knows by itself: `gpu`, `gpu_memory_gib` and `versions`."""
-    gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
-    packages = (torch, diffusers, accelerate)
-    return {
-        "gpu": gpu and gpu.name,
-        "gpu_memory_gib": gpu and round(gpu.total_memory / 2**30, 2),
-        "versions": {"adaptiveload_hf": __version__, **{p.__name__: str(p.__version__) for p in packages}},
-    }
-
-
-def differences(measured, here, may_differ):
-    """
-    List where two environments differ.
-
-    Args:
-        measured, here: `environment` of a config and of this run; only keys that both have are compared.
-        may_differ: keys to leave out.
-
-    Returns: one sentence a difference, as list[str].
-    """
-    measured, here = _flat(measured), _flat(here)
-    return [
-        f"{key}: measured with {measured[key]}, here {here[key]}"
-        for key in sorted(measured.keys() & here.keys())
-        if key not in may_differ and not _same(measured[key], here[key])
-    ]
+def _migrate(fields):
+    """Version 1 did not say where the cost comes from, and had batch_sizes only where there were some."""
+    if fields["format_version"] == 1:
+        counted = isinstance(fields.get("cost_model"), dict) and is_counted(fields)
+        origin = "counted" if counted else "benchmark"
+        fields = {"batch_sizes": None, **fields, "format_version": FORMAT_VERSION, "origin": origin}
+    return fields
 
 
 def _check_version(found, path):
-    if found == FORMAT_VERSION and not isinstance(found, bool):
+    if _is_count(found) and found <= FORMAT_VERSION:
         return
     if found is None:
         raise UserError(f"{path} has no format_version, so it was not written by BucketConfig.save_pretrained.")
     if isinstance(found, int) and found > FORMAT_VERSION:
         raise UserError(
-            f"{path} has format_version {found}, but this adaptiveload_hf reads {FORMAT_VERSION}. "
+            f"{path} has format_version {found}, but this adaptiveload_hf reads up to {FORMAT_VERSION}. "
             "Upgrade: pip install --upgrade adaptiveload_hf"
         )
-    raise UserError(f"{path}: format_version must be {FORMAT_VERSION}, but it is {found!r}.")
+    raise UserError(f"{path}: format_version must be a whole number up to {FORMAT_VERSION}, but it is {found!r}.")
 
 
-def _check_is(value, kind, field):
-    if not isinstance(value, kind):
-        raise UserError(f"{field} must be a JSON object, but it is {value!r}.")
+def _check_model(model):
+    patch_size = model.get("patch_size")
+    if not (
+        isinstance(patch_size, list) and len(patch_size) == 3 and all(_is_count(n, most=1024) for n in patch_size)
+    ):
+        raise UserError(
+            f"model.patch_size must be three whole numbers from 1 to 1024, but it is {_shown(patch_size)}."
+        )
+    text_tokens = model.get("text_tokens")
+    if text_tokens != 0 or isinstance(text_tokens, bool):
+        _check_count(text_tokens, "model.text_tokens", least=0)
+
+
+def _check_environment(environment):
+    for name in ("gpu", "strategy", "dtype"):
+        if not isinstance(environment.get(name), str | None):
+            raise UserError(f"environment.{name} must be a string or null, but it is {_shown(environment[name])}.")
+    if environment.get("gpu_memory_gib") is not None:
+        _check_number(environment["gpu_memory_gib"], "environment.gpu_memory_gib", least=0.1)
+    for name in ("world_size", "gradient_accumulation_steps"):
+        if environment.get(name) is not None:
+            _check_count(environment[name], f"environment.{name}")
 
 
 def _check_cost_model(saved, field, fitted):
-    _check_is(saved.get("parameters"), dict, f"{field}.parameters")
+    _check_object(saved.get("parameters"), f"{field}.parameters")
+    for name, value in saved["parameters"].items():
+        _check_number(value, f"{field}.parameters.{name}", most=10 if name == "p" else _LARGEST)
     if fitted:
-        _check_is(saved.get("errors"), dict, f"{field}.errors")
+        _check_object(saved.get("errors"), f"{field}.errors")
         for name in ("median", "max", "leave_one_out"):
             _check_number(saved["errors"].get(name), f"{field}.errors.{name}")
     try:
@@ -235,44 +226,95 @@ def _check_cost_model(saved, field, fitted):
 
 
 def _check_memory_model(saved):
-    _check_is(saved, dict, "memory_model")
-    names = ("base_gib", "gib_per_token")
-    if saved.keys() != set(names):
+    _check_object(saved, "memory_model")
+    names = {field.name for field in dataclasses.fields(MemoryModel)}
+    if saved.keys() != names:
         raise UserError(
-            f"memory_model must have the keys {', '.join(names)}, but it has {', '.join(saved) or 'none'}."
+            f"memory_model must have the keys {', '.join(sorted(names))}, but it has {', '.join(saved) or 'none'}."
         )
     for name in names:
         _check_number(saved[name], f"memory_model.{name}")
 
 
-def _check_number(value, field):
-    if not (_is_number(value) and value >= 0):
-        raise UserError(f"{field} must be a number of at least 0, but it is {value!r}.")
+def _check_plan(plan, field):
+    """The author's plan is shown only, so what matters is that it can be."""
+    _check_object(plan, field)
+    _check_keys(plan, BucketPlan, field)
+    _check_list(plan["buckets"], f"{field}.buckets")
+    for number, bucket in enumerate(plan["buckets"]):
+        inner = f"{field}.buckets[{number}]"
+        _check_object(bucket, inner)
+        _check_keys(bucket, Bucket, inner)
+        _check_shape(bucket["shape"], f"{inner}.shape")
+        for name in ("tokens", "count", "batch_size"):
+            _check_count(bucket[name], f"{inner}.{name}")
+        for name in ("seconds", "gib"):
+            if name == "seconds" or bucket[name] is not None:
+                _check_number(bucket[name], f"{inner}.{name}")
+        _check_one_of(bucket["bound_by"], ("memory", "compute", "one", "given"), f"{inner}.bound_by")
+    for name in ("target_seconds", "m_mem_tokens"):
+        if plan[name] is not None:
+            _check_number(plan[name], f"{field}.{name}")
+    _check_one_of(plan["policy"], POLICIES, f"{field}.policy")
+    _check_list(plan["findings"], f"{field}.findings")
 
 
-def _is_number(value):
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _check_keys(found, kind, field):
+    expected = [each.name for each in dataclasses.fields(kind)]
+    if missing := [name for name in expected if name not in found]:
+        raise UserError(f"{field} lacks {', '.join(missing)}. Set example_plan to null: it is made anew anyway.")
+    if unknown := sorted(found.keys() - set(expected)):
+        raise UserError(f"{field} has unknown keys: {', '.join(unknown)}. Set example_plan to null.")
 
 
-def _is_count(value):
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def _check_object(value, field):
+    if not isinstance(value, dict):
+        raise UserError(f"{field} must be a JSON object, but it is {_shown(value)}.")
+
+
+def _check_list(value, field):
+    if not isinstance(value, list):
+        raise UserError(f"{field} must be a list, but it is {_shown(value)}.")
+
+
+def _check_one_of(value, known, field):
+    if value not in known:
+        raise UserError(f"{field} must be {' or '.join(map(repr, known))}, but it is {_shown(value)}.")
+
+
+def _check_shape(text, field):
+    try:
+        shape = LatentShape.parse(text) if isinstance(text, str) else None
+    except UserError as error:
+        raise UserError(f"{field}: {error}") from None
+    if shape is None or max(shape.frames, shape.height, shape.width) >= 1 << 20:
+        raise UserError(f"{field} must be a shape such as '21x60x104', below 2^20, but it is {_shown(text)}.")
+
+
+def _check_number(value, field, least=0, most=_LARGEST):
+    if not (isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most):
+        raise UserError(f"{field} must be a number from {least:g} to {most:g}, but it is {_shown(value)}.")
+
+
+def _check_count(value, field, least=1):
+    if not _is_count(value, least):
+        raise UserError(f"{field} must be a whole number of at least {least}, below 2^31, but it is {_shown(value)}.")
+
+
+def _is_count(value, least=1, most=(1 << 31) - 1):
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _shown(value):
+    """As in Python, cut where it is long: an integer of JSON may have thousands of digits."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _key(key):
     if isinstance(key, tuple):
         return "x".join(map(str, key))
     return str(key)
-
-
-def _flat(environment):
-    """Nested keys as "versions.torch"."""
-    flat = {}
-    for key, value in environment.items():
-        flat.update({f"{key}.{k}": v for k, v in _flat(value).items()} if isinstance(value, dict) else {key: value})
-    return flat
-
-
-def _same(measured, here):
-    if isinstance(measured, float) and isinstance(here, int | float):
-        return abs(measured - here) <= 0.01 * abs(measured)
-    return measured == here

@@ -34,5 +34,5 @@ $train --max_train_steps 12
 $train --max_train_steps 24 --resume_from_checkpoint latest
 
 say "5/5 report"
-adaptiveload report --config "$out/config" --dataset "$out/prepared" --run "$out/run" --output "$out/report.html" \
+adaptiveload report "$out/config" --dataset "$out/prepared" --run "$out/run" --output "$out/report.html" \
     --world-size 2 --gradient-accumulation-steps 2

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from support.measured import COST, ENVIRONMENT, MEMORY, MODEL, fit_config, make_config, measure
 
-import adaptiveload_hf.config
+import adaptiveload_hf.environment
 from adaptiveload_hf import BucketConfig, LatentShape, TokenGeometry, UserError
-from adaptiveload_hf.config import MEMORY_RESERVE
 from adaptiveload_hf.config_file import plain
+from adaptiveload_hf.environment import MEMORY_RESERVE
 
 COUNTS = {LatentShape(1, 60, 104): 300, LatentShape(5, 60, 104): 80, LatentShape(21, 60, 104): 40}
 RANKS = {"world_size": 8, "gradient_accumulation_steps": 2}
@@ -92,27 +92,32 @@ def test_a_value_of_another_type_is_named():
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("format_version", 2, "has format_version 2, but this adaptiveload_hf reads 1. Upgrade"),
+        ("format_version", 3, "has format_version 3, but this adaptiveload_hf reads up to 2. Upgrade"),
         ("format_version", None, "has no format_version"),
-        ("format_version", "1", "format_version must be 1, but it is '1'"),
+        ("format_version", "2", "format_version must be a whole number up to 2, but it is '2'"),
+        ("origin", "counted", "origin must be 'benchmark' or 'training_log', but it is 'counted'"),
         ("model", [], r"model must be a JSON object, but it is \[\]"),
-        ("model.patch_size", [1, 2], r"model.patch_size must be three positive whole numbers, but it is \[1, 2\]"),
-        ("model.patch_size", [1, 2, 0], "model.patch_size must be three positive"),
+        (
+            "model.patch_size",
+            [1, 2],
+            r"model.patch_size must be three whole numbers .*, but it is \[1, 2\]",
+        ),
+        ("model.patch_size", [1, 2, 0], "model.patch_size must be three whole"),
         ("model.patch_size", [1, 1, 1], "was measured with 1560 tokens, but patch size"),
-        ("model.text_tokens", -1, "model.text_tokens must be a whole number of at least 0, but it is -1"),
+        ("model.text_tokens", -1, "model.text_tokens must be a whole number of at least 0, .* but it is -1"),
         ("cost_model.kind", "quadratic", "cost_model: Expected a cost model of kind"),
         ("cost_model.parameters", None, "cost_model.parameters must be a JSON object"),
-        ("cost_model.parameters.c1", -1, "cost_model: A roofline cost model has the non-negative parameters"),
-        ("cost_model.parameters.c1", "fast", "cost_model: A roofline cost model has the non-negative parameters"),
-        ("cost_model.errors.median", "low", "cost_model.errors.median must be a number of at least 0"),
+        ("cost_model.parameters.c1", -1, "cost_model.parameters.c1 must be a number from 0 to 1e.12, but it is -1"),
+        ("cost_model.parameters.c1", "fast", "cost_model.parameters.c1 must be a number from 0"),
+        ("cost_model.errors.median", "low", "cost_model.errors.median must be a number from 0"),
         ("power_law.kind", "roofline", "power_law: A roofline cost model"),
-        ("memory_model.base_gib", True, "memory_model.base_gib must be a number of at least 0, but it is True"),
+        ("memory_model.base_gib", True, "memory_model.base_gib must be a number from 0 to .*, but it is True"),
         ("memory_model.slope", 1, "memory_model must have the keys base_gib, gib_per_token"),
         ("example_plan", "mine", "example_plan must be a JSON object"),
-        ("example_plan", {"policy": "dual"}, r"example_plan is no plan of this version \(KeyError\('buckets'\)\)"),
-        ("environment.gpu_memory_gib", "80 GB", "environment.gpu_memory_gib must be a positive number or null"),
-        ("environment.world_size", 2.5, "environment.world_size must be a positive whole number or null"),
-        ("environment.gradient_accumulation_steps", "2", "environment.gradient_accumulation_steps must be a positive"),
+        ("example_plan", {"policy": "dual"}, "example_plan lacks target_seconds, m_mem_tokens, buckets, findings"),
+        ("environment.gpu_memory_gib", "80 GB", "environment.gpu_memory_gib must be a number from 0.1"),
+        ("environment.world_size", 2.5, "environment.world_size must be a whole number of at least 1"),
+        ("environment.gradient_accumulation_steps", "2", "environment.gradient_accumulation_steps must be a whole"),
         ("memmory_model", {}, "has unknown keys: memmory_model"),
     ],
 )
@@ -252,9 +257,30 @@ def test_only_what_differs_in_environment_and_model_is_listed(config):
 def test_strict_refuses_another_environment_and_takes_this_one(folder, tmp_path):
     with pytest.raises(UserError, match=r"another environment:\n  gpu: measured with NVIDIA H200, here None"):
         BucketConfig.from_pretrained(folder, strict=True)
-    here = adaptiveload_hf.config.current_environment()
+    here = adaptiveload_hf.environment.current_environment()
     make_config(environment=here).save_pretrained(tmp_path)
     BucketConfig.from_pretrained(tmp_path, strict=True)
+
+
+def test_strict_refuses_another_strategy_checkpointing_or_model_and_lists_them_all(folder):
+    here = {**ENVIRONMENT, "strategy": "ddp", "world_size": 2, "activation_checkpointing": False}
+    edit(folder, lambda fields: fields["environment"].update(activation_checkpointing=True))
+    with pytest.raises(UserError) as refused:
+        BucketConfig.from_pretrained(folder, strict=True, environment=here, model={"config_hash": "ffff"})
+    assert [line.strip() for line in str(refused.value).splitlines()[1:-1]] == [
+        "activation_checkpointing: measured with True, here False",
+        "strategy: measured with fsdp2, here ddp",
+        "model config_hash: measured with 0123456789abcdef, here ffff",
+    ]
+
+
+def test_a_config_of_version_1_comes_back_as_one_of_version_2(config, folder):
+    def make_old(fields):
+        fields["format_version"] = 1
+        del fields["origin"], fields["batch_sizes"]
+
+    edit(folder, make_old)
+    assert BucketConfig.from_pretrained(folder).to_json_string() == make_config().to_json_string()
 
 
 def test_the_plan_keeps_a_reserve_of_the_measured_memory_and_says_so(config):
@@ -264,9 +290,25 @@ def test_the_plan_keeps_a_reserve_of_the_measured_memory_and_says_so(config):
     assert plan.m_mem_tokens == pytest.approx(MEMORY.max_tokens(limit), rel=1e-3)
 
 
-def test_a_smaller_gpu_here_lowers_the_memory_limit(config, monkeypatch):
-    monkeypatch.setattr(adaptiveload_hf.config, "current_environment", lambda: {"gpu_memory_gib": 40.0})
-    assert config.plan(COUNTS, **RANKS).findings[0].startswith("Memory limit 36.0 GiB")
+def test_the_gpu_here_sets_the_memory_limit_and_another_one_is_said(config, monkeypatch):
+    here = {"gpu": "NVIDIA A100", "gpu_memory_gib": 40.0}
+    monkeypatch.setattr(adaptiveload_hf.environment, "current_environment", lambda: here)
+    findings = config.plan(COUNTS, **RANKS).findings
+    assert findings[0] == (
+        "Memory limit 36.0 GiB: 90% of a GPU with 40.0 GiB, the one here; measured was one with 139.8 GiB."
+    )
+    assert findings[1].startswith("Measured on NVIDIA H200, but here is NVIDIA A100: seconds will be others.")
+    here["gpu_memory_gib"] = 180.0
+    assert config.plan(COUNTS, **RANKS).m_mem_tokens == pytest.approx(MEMORY.max_tokens(162), rel=1e-3)
+
+
+def test_fewer_ranks_hold_more_of_a_sharded_model_each_and_the_plan_leaves_room_for_it(config):
+    plan = config.plan(COUNTS, world_size=2, memory_limit_gib=20)
+    assert plan.m_mem_tokens == pytest.approx((20 - 4 * MEMORY.base_gib) / MEMORY.gib_per_token, rel=1e-3)
+    assert any(finding.startswith("FSDP2 shards over 2 ranks instead of 8: ") for finding in plan.findings)
+    for other, world_size in (({**ENVIRONMENT, "strategy": "ddp"}, 2), (ENVIRONMENT, 64)):
+        plan = make_config(environment=other).plan(COUNTS, world_size=world_size, memory_limit_gib=20)
+        assert plan.m_mem_tokens == pytest.approx(MEMORY.max_tokens(20), rel=1e-3)
 
 
 def test_a_given_memory_limit_counts(config):

@@ -5,21 +5,17 @@ import io
 import json
 import re
 
+import numpy as np
 import pytest
-from support.measured import ENVIRONMENT, make_config
+from support.measured import ENVIRONMENT, make_config, measure
 
-from adaptiveload_hf import LatentShape, UserError
-from adaptiveload_hf.buckets.shapes import index_shapes
+from adaptiveload_hf import BucketConfig, LatentShape, UserError
 from adaptiveload_hf.report import read_metrics, write_report
 
-COUNTS = {"1x60x104": 300, "5x60x104": 90, "13x60x104": 40, "21x60x104": 30}
+SAMPLES = {"1x60x104": 300, "5x60x104": 90, "13x60x104": 40, "21x60x104": 30}
+COUNTS = {LatentShape.parse(shape): count for shape, count in SAMPLES.items()}
 RANKS = {"world_size": 4, "gradient_accumulation_steps": 2}
 HOSTILE = '<img src="http://x/y.png" onerror="alert(1)">&'
-
-
-def index():
-    shapes = [LatentShape.parse(shape) for shape, count in COUNTS.items() for _ in range(count)]
-    return index_shapes([(shape.frames, shape.height, shape.width) for shape in shapes])
 
 
 def write_metrics(folder, lines):
@@ -29,38 +25,40 @@ def write_metrics(folder, lines):
 
 
 def metrics(steps):
-    return [json.dumps({"step": step, "loss": 1 / step}) for step in range(1, steps + 1)]
+    live = {"seconds": 2.0, "data_wait_seconds": 0.1, "samples_per_second": 9.5, "balance_efficiency": 0.97}
+    return [json.dumps({"step": step, "loss": 1 / step, **live}) for step in range(1, steps + 1)]
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """(the page, problems) of a run with hostile words and a truncated last line."""
+    """(the page, its files, problems) of a run with hostile words and a truncated last line."""
     folder = tmp_path_factory.mktemp("report")
-    run = write_metrics(
-        folder / "run <b>", [*metrics(30), json.dumps({"step": HOSTILE, "loss": 1}), '{"step": 31, "lo']
-    )
+    lines = [*metrics(30), json.dumps({"step": HOSTILE, "loss": 1}), '{"step": 31, "lo']
     config = make_config(environment={**ENVIRONMENT, "gpu": HOSTILE})
-    problems = write_report(folder / "new" / "report.html", config, index(), run=run, **RANKS)
-    return (folder / "new" / "report.html").read_text(), problems
+    output = folder / "new" / "report.html"
+    files, problems = write_report(output, config, COUNTS, run=write_metrics(folder / "run <b>", lines), **RANKS)
+    return output.read_text(), files, problems
 
 
-def pictures(page):
+def pictures(files):
     from matplotlib.image import imread
 
-    return [imread(io.BytesIO(base64.b64decode(found))) for found in re.findall(r'base64,([^"]+)"', page)]
+    return {path.stem: imread(io.BytesIO(path.read_bytes())) for path in files if path.suffix == ".png"}
 
 
 def test_the_report_is_one_file_without_scripts_or_links(written):
-    page, _ = written
+    page, files, _ = written
     assert "<script" not in page
     assert re.findall(r"<(?:img|link|iframe)[^>]*>", page) == re.findall(
         r'<img alt="[^"]+" src="data:image/png[^>]*>', page
     )
-    assert len(re.findall("<img ", page)) == 3
+    encoded = re.findall(r'base64,([^"]+)"', page)
+    assert [base64.b64decode(found) for found in encoded] == [path.read_bytes() for path in files[1:]]
+    assert {path.parent.name for path in files[1:]} == {"report_pictures"}
 
 
 def test_words_of_others_are_escaped(written):
-    page, problems = written
+    page, _, problems = written
     assert HOSTILE not in page
     assert "&lt;img src=&quot;http://x/y.png&quot; onerror=&quot;alert(1)&quot;&gt;&amp;" in page
     assert "run &lt;b&gt;" in page
@@ -68,32 +66,54 @@ def test_words_of_others_are_escaped(written):
 
 
 def test_every_picture_shows_something(written):
-    for picture in pictures(written[0]):
+    drawn = pictures(written[1])
+    assert list(drawn) == ["ranks", "buckets", "fit", "errors", "run"]
+    for name, picture in drawn.items():
         assert min(picture.shape[:2]) > 200
-        assert len({tuple(pixel) for pixel in picture[::5, ::5].reshape(-1, picture.shape[2])}) > 20
+        assert len({tuple(pixel) for pixel in picture[::3, ::3].reshape(-1, picture.shape[2])}) > 20, name
+        assert 0.02 < (picture[..., :3].min(axis=2) < 0.9).mean() < 0.9, name  # neither blank nor full
+
+
+def test_waiting_is_less_grey_after_than_before(written):
+    lanes = pictures(written[1])["ranks"][..., :3]
+    grey = (np.abs(lanes - 0.82) < 0.01).all(axis=2)
+    half = len(lanes) // 2
+    assert grey[:half].sum() > 3 * grey[half:].sum() > 0
+
+
+def test_the_page_tells_a_newcomer_what_was_gained_and_what_its_words_mean(written):
+    page = written[0]
+    facts = re.search(r'<div class="facts">.*?</div></div>', page).group()
+    assert re.search(r"<b>1\.\d\dx</b>the speed of before", facts)
+    assert re.search(r"<b>\d+% to \d%</b>of the ranks' time is waiting", facts)
+    for word in ("shape", "bucket", "micro-batch, B", "micro-step", "optimizer step"):
+        assert f"<dt>{word}</dt>" in page
 
 
 def test_the_tables_hold_the_plan_and_both_schedules(written):
-    page, _ = written
-    for shape, count in COUNTS.items():
+    page = written[0]
+    for shape, count in SAMPLES.items():
         assert re.search(rf"<tr><td>{shape}</td><td>\d+x480x832</td><td>[\d,]+</td><td>{count}</td>", page)
-    rows = re.findall(r"<td>(before|after)[^<]*</td><td>[\d.]+</td><td>([\d.]+)%</td>", page)
+    rows = re.findall(r"<td>(Before|After)[^<]*</td><td>[\d.]+</td><td>([\d.]+)%</td>", page)
     efficiency = {name: float(percent) for name, percent in rows}
-    assert efficiency["after"] > efficiency["before"]
+    assert efficiency["After"] > efficiency["Before"]
 
 
 def test_bad_lines_of_the_metrics_are_named_and_the_rest_is_drawn(written):
-    page, problems = written
+    page, _, problems = written
     assert "30 optimizer steps" in page
     assert problems[1] == "metrics.jsonl line 32 is left out: it is no whole JSON"
     assert problems[1] in page
 
 
-def test_without_a_run_the_rest_is_shown(tmp_path):
-    write_report(tmp_path / "report.html", make_config(), index(), **RANKS)
-    page = (tmp_path / "report.html").read_text()
-    assert "No run was given." in page
-    assert len(pictures(page)) == 2
+def test_a_config_learnt_from_a_run_is_shown_as_such_and_without_a_run_the_rest_is(tmp_path):
+    learnt = BucketConfig(**{**make_config().config, "origin": "training_log"}, measurements=measure())
+    files, _ = write_report(tmp_path / "report.html", learnt, COUNTS, memory_limit_gib=9.5, **RANKS)
+    page = files[0].read_text()
+    assert "The run so far" not in page and "learnt from a run on NVIDIA H200" in page
+    assert "Laws were fitted to the optimizer steps of a training run" in page
+    assert list(pictures(files)) == ["ranks", "buckets", "fit", "errors"]
+    assert page.count("<td>memory</td></tr>") == len(COUNTS)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +142,7 @@ def test_of_steps_that_a_resumed_run_repeated_the_last_counts(tmp_path):
 
 def test_a_folder_without_metrics_is_an_error(tmp_path):
     with pytest.raises(UserError, match=r"holds no metrics\.jsonl"):
-        write_report(tmp_path / "report.html", make_config(), index(), run=tmp_path, **RANKS)
+        write_report(tmp_path / "report.html", make_config(), COUNTS, run=tmp_path, **RANKS)
     assert not (tmp_path / "report.html").exists()
 
 
@@ -134,4 +154,4 @@ def test_metrics_without_a_usable_line_are_an_error(tmp_path):
 def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr("adaptiveload_hf.figures.can_draw", lambda: False)
     with pytest.raises(UserError, match=r"pip install adaptiveload_hf\[recipes\]"):
-        write_report(tmp_path / "report.html", None, index(), **RANKS)
+        write_report(tmp_path / "report.html", None, COUNTS, **RANKS)

@@ -40,9 +40,12 @@ def fit(
         raise typer.BadParameter("give either MEASUREMENTS or --from-log LOG")
     source = measurements or from_log
     origin = {"model": {}, "environment": {}, "geometry": _geometry(patch_size, text_tokens)}
+    origin["origin"] = "benchmark" if from_log is None else "training_log"
     if source.with_name(CONFIG_FILE).is_file():
         known = BucketConfig.from_pretrained(source.parent)
-        origin = {"model": known.model, "environment": known.environment, "geometry": known.geometry}
+        origin |= {"model": known.model, "environment": known.environment, "geometry": known.geometry}
+        if from_log is None and known.origin == "training_log":
+            origin["origin"] = known.origin
     if from_log is None:
         measured, fitted = _fit_measurements(source)
     else:

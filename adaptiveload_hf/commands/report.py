@@ -1,4 +1,4 @@
-"""`adaptiveload report`: how do fit, plan, load of the ranks and a run look?"""
+"""`adaptiveload report`: how do cost, plan, load of the ranks and a run look?"""
 
 import warnings
 from pathlib import Path
@@ -6,32 +6,55 @@ from typing import Annotated
 
 import typer
 
-from ..tables import say
-from .arguments import Accumulation, WorldSize, ranks_of
+from ..tables import print_json, say_next
+from .arguments import (
+    Accumulation,
+    AsJson,
+    Config,
+    Dataset,
+    Extrapolate,
+    MemoryLimit,
+    SamplesPerStep,
+    Shapes,
+    WorldSize,
+    load,
+    ranks_of,
+)
 
 
 def report(
-    config: Annotated[str, typer.Option(metavar="CONFIG", help="Bucket config: a folder or a Hub id.")],
-    dataset: Annotated[Path, typer.Option(metavar="PREPARED", help="Output folder of prepare_dataset.py.")],
+    config: Config,
     output: Annotated[Path, typer.Option(metavar="FILE", help="The HTML file to write.")],
+    dataset: Dataset = None,
+    shapes: Shapes = None,
     run: Annotated[Path | None, typer.Option(metavar="RUN", help="Output folder of a training run.")] = None,
     world_size: WorldSize = None,
     gradient_accumulation_steps: Accumulation = None,
+    memory_limit_gib: MemoryLimit = None,
+    samples_per_step: SamplesPerStep = None,
+    allow_extrapolation: Extrapolate = False,
+    as_json: AsJson = False,
 ):
-    """Write one HTML file: cost fit, bucket table, load of the ranks before and after, loss.
+    """Write one HTML page: load of the ranks before and after, bucket table, cost fit, and how a run goes.
+
+    The pictures are in the page, and as PNG files in a folder beside it.
 
     \b
     Example:
-      adaptiveload report --config config --dataset prepared --run run --output report.html
+      adaptiveload report config --dataset prepared --run run --output report.html
     """
-    from ..buckets.shapes import read_shapes
-    from ..buckets.sources import load_prepared
-    from ..config import BucketConfig
     from ..report import write_report
 
-    loaded = BucketConfig.from_pretrained(config)
+    loaded, counts = load(config, dataset, shapes)
     ranks = ranks_of(loaded, world_size, gradient_accumulation_steps)
-    for problem in write_report(output, loaded, read_shapes(load_prepared(dataset)), run=run, **ranks):
+    limits = {"memory_limit_gib": memory_limit_gib, "samples_per_step": samples_per_step}
+    written, problems = write_report(
+        output, loaded, counts, run=run, **ranks, **limits, allow_extrapolation=allow_extrapolation
+    )
+    for problem in problems:
         warnings.warn(problem, stacklevel=1)
-    say("next: open the report in a browser")
-    print(output)
+    if as_json:
+        print_json({"files": [str(path) for path in written], "problems": problems})
+    else:
+        print(*written, sep="\n")
+    say_next("python", "-m", "webbrowser", str(output.resolve()))

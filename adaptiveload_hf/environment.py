@@ -1,0 +1,113 @@
+"""On what was a config measured, and what of it holds on other hardware and other ranks?"""
+
+from dataclasses import replace
+
+import accelerate
+import diffusers
+import torch
+
+from . import __version__
+
+MEMORY_RESERVE = 0.1  # of the GPU's memory: CUDA context, NCCL buffers and fragmentation, which no measurement sees
+# The plan is made anew for the user's own ranks and accumulation, so those two may differ.
+_MAY_DIFFER = ("world_size", "gradient_accumulation_steps")
+
+
+def current_environment():
+    """The part of `environment` that this machine knows by itself: `gpu`, `gpu_memory_gib` and `versions`."""
+    gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    packages = (torch, diffusers, accelerate)
+    return {
+        "gpu": gpu and gpu.name,
+        "gpu_memory_gib": gpu and round(gpu.total_memory / 2**30, 2),
+        "versions": {"adaptiveload_hf": __version__, **{p.__name__: str(p.__version__) for p in packages}},
+    }
+
+
+def differences(measured, here):
+    """
+    List where two environments differ.
+
+    Args:
+        measured, here: `environment` of a config and of this run; only keys that both have are compared.
+            World size and accumulation are not: plans are made for those at hand.
+
+    Returns: one sentence a difference, as list[str].
+    """
+    measured, here = _flat(measured), _flat(here)
+    return [
+        f"{key}: measured with {measured[key]}, here {here[key]}"
+        for key in sorted(measured.keys() & here.keys())
+        if key not in _MAY_DIFFER and not _same(measured[key], here[key])
+    ]
+
+
+def memory_limit(measured):
+    """
+    GiB of a rank that plans may use: all but MEMORY_RESERVE of the GPU here, or without one of the measured GPU.
+
+    Args:
+        measured: `environment` of a config.
+
+    Returns: (limit_gib, a sentence that says so); (None, None) where neither memory is known.
+    """
+    here, there = current_environment(), measured.get("gpu_memory_gib")
+    memory = here["gpu_memory_gib"] or there
+    if memory is None:
+        return None, None
+    limit = (1 - MEMORY_RESERVE) * memory
+    words = f"Memory limit {limit:.1f} GiB: {1 - MEMORY_RESERVE:.0%} of a GPU with {memory:.1f} GiB"
+    if here["gpu_memory_gib"] and there and not _same(float(there), memory):
+        words += f", the one here; measured was one with {there:.1f} GiB"
+    return limit, words + "."
+
+
+def memory_on_ranks(memory, measured, world_size):
+    """
+    The memory law on another number of ranks than the measured one.
+
+    FSDP2 shards weights, gradients and optimizer state over all ranks, so on fewer ranks each holds more: at most
+    base_gib * measured / world_size. On more ranks base_gib is kept, which is too much rather than too little.
+
+    Args:
+        memory: `MemoryModel`.
+        measured: `environment` of a config.
+        world_size: data ranks of the plan.
+
+    Returns: (`MemoryModel`, what is assumed as a list of sentences).
+    """
+    ranks = measured.get("world_size")
+    if ranks is None or world_size >= ranks or measured.get("strategy") != "fsdp2":
+        return memory, []
+    larger = replace(memory, base_gib=memory.base_gib * ranks / world_size)
+    return larger, [
+        f"FSDP2 shards over {world_size} ranks instead of {ranks}: what a rank holds before any sample is taken as "
+        f"{larger.base_gib:.1f} GiB instead of {memory.base_gib:.1f}, which is the most it can be."
+    ]
+
+
+def assumptions(measured, world_size):
+    """What a plan takes for granted where it is made for other ranks or another GPU than were measured, list[str]."""
+    found, here = [], current_environment()["gpu"]
+    if measured.get("world_size") not in (None, world_size):
+        found.append(
+            f"Measured on {measured['world_size']} ranks, planned for {world_size}: a micro-batch is assumed to take "
+            "as long there as it did on the measured ranks."
+        )
+    if here and measured.get("gpu") and here != measured["gpu"]:
+        found.append(f"Measured on {measured['gpu']}, but here is {here}: seconds will be others. Measure again here.")
+    return found
+
+
+def _flat(environment):
+    """Nested keys as "versions.torch"."""
+    flat = {}
+    for key, value in environment.items():
+        flat.update({f"{key}.{k}": v for k, v in _flat(value).items()} if isinstance(value, dict) else {key: value})
+    return flat
+
+
+def _same(measured, here):
+    if isinstance(measured, float) and isinstance(here, int | float):
+        return abs(measured - here) <= 0.01 * abs(measured)
+    return measured == here
