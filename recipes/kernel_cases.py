@@ -81,7 +81,9 @@ CASES = (
 )
 QUICK_CASES = tuple(Case(op, (2, 8192, 3072)) for op in _BYTES_AN_ELEMENT)
 SMALL_CASES = tuple(
-    Case(op, (1, tokens, 1536)) for op in ("layer_norm_modulate", "gate_residual") for tokens in (256, 1024, 4096)
+    Case(op, (1, tokens, 1536))
+    for op in ("layer_norm_modulate", "gate_residual", "gate_residual_layer_norm_modulate", "rms_norm_rope")
+    for tokens in (256, 1024, 4096)
 )
 
 

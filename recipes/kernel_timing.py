@@ -1,0 +1,154 @@
+"""How long does a call take on the GPU, and on the host?
+
+Calls are captured in a CUDA graph, so that the host does not count; it is measured apart. Every call reads cold
+memory: enough buffers are rotated to exceed the L2 cache several times, filled with random numbers. A kernel's time
+depends a little on where its buffers lie, so each measurement is repeated on fresh buffers elsewhere in memory, and
+within it every call of the graph writes to memory of its own.
+"""
+
+import random
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+from kernel_cases import Case, Contender, make_arguments
+
+PLACEMENTS = 3
+CALLS = 4
+REPLAYS = 5
+# The GPU idles this long before a graph starts, while the host hands over the graph and the event at its end.
+PAUSE_CYCLES = 200_000
+SPACER_MIB = 256
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of one call at each placement (none: not measured), and bytes an element that are kept after forward."""
+
+    forward: list[float]
+    backward: list[float]
+    kept: float
+
+
+def _spacer() -> torch.Tensor:
+    """Memory in the way: what is allocated next lies elsewhere."""
+    return torch.empty(random.randrange(1, SPACER_MIB) << 20, device="cuda", dtype=torch.uint8)
+
+
+def seconds_of_graph(call, sets: int, calls: int, stream: torch.cuda.Stream) -> float:
+    """Median seconds of one of `calls` calls in a CUDA graph; call(i) works on buffers i and returns what it made."""
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for i in range(sets):
+            call(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        kept = [_spacer(), *(call(i % sets) for i in range(calls))]
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    seconds = []
+    for _ in range(REPLAYS):
+        torch.cuda._sleep(PAUSE_CYCLES)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        seconds.append(start.elapsed_time(end) / 1e3 / calls)
+    del kept, graph
+    return statistics.median(seconds)
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second that a large device copy reads and writes. Not in a graph: there it runs on a slower engine."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    seconds = []
+    for _ in range(PLACEMENTS):
+        keep = _spacer()
+        source = torch.randn(1 << 28, device="cuda")
+        target = torch.empty_like(source)
+        for _ in range(REPLAYS):
+            torch.cuda._sleep(PAUSE_CYCLES)
+            start.record()
+            for _ in range(8):
+                target.copy_(source)
+            end.record()
+            end.synchronize()
+            seconds.append(start.elapsed_time(end) / 1e3 / 8)
+        nbytes = source.nbytes
+        del keep, source, target
+        torch.cuda.empty_cache()
+    return 2 * nbytes / statistics.median(seconds)
+
+
+def prepare(case: Case, contender: Contender, stream: torch.cuda.Stream):
+    """(call, its wanted tensors, gradients of its outputs) on fresh buffers.
+
+    Backward runs on the stream of its forward, which is `stream`.
+    """
+    call, wanted = contender(**make_arguments(case))
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        outputs = call()
+    torch.cuda.synchronize()
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return call, wanted, outputs, [torch.randn_like(output) for output in outputs]
+
+
+def differentiate(wanted, outputs, gradients):
+    return torch.autograd.grad(outputs, wanted, gradients, retain_graph=True, allow_unused=True)
+
+
+def measure(case: Case, contender: Contender, directions: int = 2) -> Measured:
+    """Times of a case at PLACEMENTS places; of forward alone with directions = 1."""
+    found = []
+    for _ in range(PLACEMENTS):
+        keep = _spacer()
+        found.append(_measure_here(case, contender, directions))
+        del keep
+        torch.cuda.empty_cache()
+    forward, backward, kept = zip(*found)
+    return Measured(list(forward), list(backward) if directions == 2 else [], kept[0])
+
+
+def _measure_here(case: Case, contender: Contender, directions: int) -> tuple[float, float, float]:
+    elements = case.shape[0] * case.shape[1] * case.shape[2]
+    cache = torch.cuda.get_device_properties(0).L2_cache_size
+    sets = max(1, -(-4 * cache // (4 * elements)))
+    stream = torch.cuda.Stream()
+    prepared = [prepare(case, contender, stream) for _ in range(sets)]
+
+    def forward(i):
+        return prepared[i][0]()
+
+    def backward(i):
+        return differentiate(*prepared[i][1:])
+
+    calls = max(CALLS, sets)
+    with torch.no_grad():
+        forward_seconds = seconds_of_graph(forward, sets, calls, stream)
+    backward_seconds = seconds_of_graph(backward, sets, calls, stream) if directions == 2 else 0.0
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    alive = forward(0)
+    kept = (torch.cuda.memory_allocated() - before) / elements
+    del alive
+    return forward_seconds, backward_seconds, kept
+
+
+def host_microseconds(case: Case, contender: Contender) -> tuple[float, float]:
+    """Time that the host needs for one forward and one backward call, all on one stream as in training."""
+    call, *operands = prepare(case, contender, torch.cuda.current_stream())
+    return _host_time(call), _host_time(lambda: differentiate(*operands))
+
+
+def _host_time(call, calls: int = 200) -> float:
+    found = []
+    for _ in range(7):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        found.append((time.perf_counter() - start) / calls)
+    return min(found) * 1e6
