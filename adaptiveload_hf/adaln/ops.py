@@ -1,5 +1,7 @@
 """Which fused ops are there? Each is one forward and one backward kernel on a GPU, and the reference elsewhere."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -257,9 +259,14 @@ def _with_contiguous_columns(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _with_equal_rows(x: Tensor, *modulations: Tensor | None) -> list[Tensor | None]:
+def _with_equal_rows(x: Tensor, *modulations: Tensor | None) -> Sequence[Tensor | None]:
     """All as [B, T, D] with one T: views, but for the unheard-of case of two numbers of frames."""
     batch, tokens, width = x.shape
+    for m in modulations:
+        if m is not None and m.shape != (batch, 1, width):
+            break
+    else:
+        return modulations
     counts = {m.shape[1] for m in modulations if m is not None} - {1}
     rows = 1 if not counts else counts.pop() if len(counts) == 1 else tokens
     result = []

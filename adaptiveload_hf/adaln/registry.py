@@ -127,7 +127,11 @@ def call(name: str, *args):
 
 
 def _wants_grad(args) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+    if torch.is_grad_enabled():
+        for a in args:
+            if isinstance(a, Tensor) and a.requires_grad:
+                return True
+    return False
 
 
 def _below_autograd(op, *args):
