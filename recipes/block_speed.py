@@ -3,6 +3,7 @@
     python recipes/block_speed.py --output recipes/results/block_speed.json
     python recipes/block_speed.py --only blocks lora --quick
     python recipes/block_speed.py --input recipes/results/block_speed.json --markdown     # tables of docs/patching.md
+    python recipes/block_speed.py --input monday.json later.json --output both.json
 
 Real diffusers models of real widths with a few layers, bfloat16, random latents. `blocks`: two Wan layers, all
 parameters trained, no checkpointing; `lora`: the same with rank 32 on attention and the rest frozen; `families`:
@@ -10,8 +11,8 @@ SD3.5, Flux and HunyuanVideo. `whole`: 30 layers of 1.3B with checkpointing on a
 `longest`: what fits into the memory that eager needs for 48,000 tokens. `launches`: kernels a block.
 
 The contenders take turns in one process; a time is the median over the rounds, without waiting for the host between
-the steps of a round. Peak GiB is what the allocator handed out above weights and inputs. What is measured anew
-replaces its part of an existing output file.
+the steps of a round. Peak GiB is what the allocator handed out above weights and inputs. The output file is written
+after each row; what is measured anew replaces its row of an existing one.
 """
 
 import argparse
@@ -188,12 +189,12 @@ PARTS = {
 def tables(result: dict) -> list[list[list[str]]]:
     """Rows of cells, the first one the head: times, memory, launches, longest; what was not measured is left out."""
     parts = result["parts"]
-    timed = [row for name in ("blocks", "lora", "families", "whole") for row in parts.get(name, {}).get("rows", [])]
+    timed = [row for name in ("blocks", "lora", "families", "whole") for row in parts.get(name, [])]
     found = [compared(timed, *about) for about in (("milliseconds", "ms", ".1f"), ("peak_gib", "GiB", ".2f")) if timed]
-    for row in parts.get("launches", {}).get("rows", []):
+    for row in parts.get("launches", []):
         counts = [str(row[name]) for name in WITHOUT_COMPILE]
         found.append([["kernels", *WITHOUT_COMPILE], [row["model"], *counts]])
-    for row in parts.get("longest", {}).get("rows", []):
+    for row in parts.get("longest", []):
         longest = [f"{row[name]['tokens']:,} ({row[name]['tokens'] / SHORT - 1:+.0%})" for name in WITHOUT_COMPILE]
         found.append([[f"tokens in {row['budget_gib']:.1f} GiB", *WITHOUT_COMPILE], [row["model"], *longest]])
     return found
@@ -243,34 +244,72 @@ def environment() -> dict:
 
 
 def measure(parts: list[str], rounds: int, output: Path | None) -> dict:
-    """Parts measured now, beside the others of an existing file if it is from the same machine and versions."""
+    """Rows measured now; those of an existing file stay if it is of the same machine, versions and day."""
     result = {**environment(), "parts": {}}
     if output is not None and output.exists():
         before = json.loads(output.read_text())
-        if all(before.get(key) == value for key, value in result.items() if key != "parts"):
+        if about(before) == about(result):
             result["parts"] = before["parts"]
+    command = shlex.join(["python", *sys.argv])
     for name in (name for name in PARTS if name in parts):
-        rows = []
-        result["parts"][name] = {"command": shlex.join(["python", *sys.argv]), "rounds": rounds, "rows": rows}
         for row in PARTS[name](rounds):
-            rows.append(row)
-            if output is not None:  # after each row: a later one may fail
-                output.parent.mkdir(parents=True, exist_ok=True)
-                output.write_text(json.dumps(result, indent=1) + "\n")
+            put(result, name, {**row, "command": command, "rounds": rounds})
+            say(json.dumps(row))  # and after each row a whole file: a later one may fail or run into a time limit
+            write(result, output)
     return result
+
+
+def merged(files: list[Path]) -> dict:
+    """The rows of several files, of two the later one.
+
+    Raises:
+        UserError: they were measured on other machines, with other versions or on another day.
+    """
+    results = [json.loads(file.read_text()) for file in files]
+    for file, other in zip(files, results):
+        if about(other) != about(results[0]):
+            raise UserError(
+                f"expected files of one machine, its versions and one day, as {files[0]}: {about(results[0])}, but "
+                f"{file} has {about(other)}. Measure all parts anew."
+            )
+        for name, rows in other["parts"].items():
+            for row in rows:
+                put(results[0], name, row)
+    return results[0]
+
+
+def about(result: dict) -> dict:
+    return {key: value for key, value in result.items() if key != "parts"}
+
+
+def put(result: dict, part: str, row: dict):
+    """Add a row, in place of the one of the same model, tokens and training if there is one."""
+    rows = result["parts"].setdefault(part, [])
+    found = [i for i, old in enumerate(rows) if all(old.get(k) == row.get(k) for k in ("model", "tokens", "training"))]
+    place = found[0] if found else len(rows)
+    rows[place : place + 1] = [row]
+
+
+def write(result: dict, output: Path | None):
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to measure")
     parser.add_argument("--quick", action="store_true", help="one round instead of three")
-    parser.add_argument("--output", type=Path, help="also write the numbers as JSON")
-    parser.add_argument("--input", type=Path, help="measure nothing, print the tables of such a file")
+    parser.add_argument("--output", type=Path, help="also write the numbers as JSON, after each row")
+    parser.add_argument(
+        "--input", type=Path, nargs="+", help="measure nothing, print the tables of such files together"
+    )
     parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
     args = parser.parse_args()
     with exit_on_user_error("block_speed.py"):
         if args.input is not None:
-            result = json.loads(args.input.read_text())
+            result = merged(args.input)
+            write(result, args.output)
         elif not torch.cuda.is_available():
             raise UserError("this measures a GPU, and torch sees none here. Run it on a machine with one.")
         else:

@@ -1,9 +1,7 @@
 """Does recipes/block_speed.py run its cases, say what it needs, and print what it measured?"""
 
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import block_cases
 import block_speed
@@ -11,12 +9,17 @@ import pytest
 import torch
 from support.tiny_models import tiny_inputs, tiny_model
 
-ROOT = Path(__file__).parents[2]
 
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs the recipe in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
 
-def run_in(folder, *options):
-    command = [sys.executable, ROOT / "recipes" / "block_speed.py", *options]
-    return subprocess.run(command, check=False, capture_output=True, text=True, cwd=folder)
+    def run_with(*options):
+        monkeypatch.setattr(sys, "argv", ["block_speed.py", *options])
+        block_speed.main()
+
+    return run_with
 
 
 @pytest.fixture
@@ -35,52 +38,75 @@ def result():
         "longest": [{"model": "14B", "budget_gib": 30.0, **{name: {"tokens": n} for name, n in longest.items()}}],
     }
     about = {"gpu": "a GPU", "driver": "1", "torch": "2", "diffusers": "3", "peft": "4", "date": "2026-11-30"}
-    return {**about, "parts": {name: {"rows": rows} for name, rows in parts.items()}}
+    return {**about, "parts": parts}
 
 
-def test_without_a_gpu_it_ends_with_what_it_needs(tmp_path):
+def test_without_a_gpu_it_ends_with_what_it_needs(run):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    done = run_in(tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.startswith("block_speed.py: error: this measures a GPU, and torch sees none here.")
+    with pytest.raises(SystemExit, match=r"^block_speed.py: error: this measures a GPU, and torch sees none here."):
+        run()
 
 
-def test_a_measured_file_is_printed_as_tables(tmp_path, result):
+def test_a_measured_file_is_printed_as_tables(run, tmp_path, result, capsys):
     (tmp_path / "speed.json").write_text(json.dumps(result))
-    done = run_in(tmp_path, "--input", "speed.json", "--markdown")
-    assert done.returncode == 0, done.stderr
-    assert "a GPU, driver 1, torch 2, diffusers 3, date 2026-11-30" in done.stdout
+    run("--input", "speed.json", "--markdown")
+    printed = capsys.readouterr().out
+    assert "a GPU, driver 1, torch 2, diffusers 3, date 2026-11-30" in printed
     ratios = "0.75 | 0.94 | 0.88"
-    assert f"| Wan 1.3B | 7,800 | full | 20.0 | 16.0 | 15.0 | 14.0 | {ratios} |" in done.stdout
-    assert f"| Wan 1.3B | 7,800 | full | 0.20 | 0.16 | 0.15 | 0.14 | {ratios} |" in done.stdout
-    assert "| Wan 1.3B, 30 layers | 7,800 | full | 100.0 |  | 80.0 |  | 0.80 |  |  |" in done.stdout
-    assert "| one block | 200 | 90 |" in done.stdout
-    assert "| tokens in 30.0 GiB | eager | patched |" in done.stdout
-    assert "| 14B | 48,000 (+0%) | 60,000 (+25%) |" in done.stdout
+    assert f"| Wan 1.3B | 7,800 | full | 20.0 | 16.0 | 15.0 | 14.0 | {ratios} |" in printed
+    assert f"| Wan 1.3B | 7,800 | full | 0.20 | 0.16 | 0.15 | 0.14 | {ratios} |" in printed
+    assert "| Wan 1.3B, 30 layers | 7,800 | full | 100.0 |  | 80.0 |  | 0.80 |  |  |" in printed
+    assert "| one block | 200 | 90 |" in printed
+    assert "| tokens in 30.0 GiB | eager | patched |" in printed
+    assert "| 14B | 48,000 (+0%) | 60,000 (+25%) |" in printed
+
+
+def test_files_of_one_machine_are_printed_and_written_as_one(run, tmp_path, result):
+    longest = result["parts"].pop("longest")
+    (tmp_path / "early.json").write_text(json.dumps(result))
+    result["parts"] = {
+        "longest": longest,
+        "blocks": [{**result["parts"]["blocks"][0], "patched": {"milliseconds": 1.0, "peak_gib": 1.0}}],
+    }
+    (tmp_path / "late.json").write_text(json.dumps(result))
+    run("--input", "early.json", "late.json", "--output", "all.json")
+    parts = json.loads((tmp_path / "all.json").read_text())["parts"]
+    assert list(parts) == ["blocks", "whole", "launches", "longest"]
+    assert [row["patched"] for row in parts["blocks"]] == [{"milliseconds": 1.0, "peak_gib": 1.0}]
+    (tmp_path / "late.json").write_text(json.dumps({**result, "driver": "2"}))
+    with pytest.raises(
+        SystemExit, match=r"expected files of one machine.* but late.json has {.*'driver': '2'.* anew."
+    ):
+        run("--input", "early.json", "late.json")
 
 
 def rows_until_it_fails(rounds):
-    yield {"rounds": rounds}
+    yield {"model": "Wan", "milliseconds": 2}
     raise ZeroDivisionError
 
 
-def test_a_part_measured_anew_keeps_the_others_of_the_same_machine(tmp_path, result, monkeypatch):
+def test_each_row_is_written_at_once_and_replaces_its_like_of_the_same_machine(tmp_path, result, monkeypatch):
     output = tmp_path / "results" / "speed.json"
     about = {name: value for name, value in result.items() if name != "parts"}
     monkeypatch.setattr(block_speed, "environment", lambda: about)
-    monkeypatch.setitem(block_speed.PARTS, "lora", lambda rounds: [{"rounds": rounds}])
-    block_speed.measure(["lora"], 3, output)
-    output.write_text(json.dumps({**json.loads(output.read_text()), "parts": result["parts"]}))
+    monkeypatch.setitem(
+        block_speed.PARTS, "lora", lambda _: [{"model": model, "milliseconds": 1} for model in ("Wan", "X")]
+    )
     found = block_speed.measure(["lora"], 3, output)
     assert json.loads(output.read_text()) == found
-    assert found["parts"].keys() == {*result["parts"], "lora"}
-    assert found["parts"]["lora"]["rows"] == [{"rounds": 3}]
-    monkeypatch.setitem(block_speed.PARTS, "whole", rows_until_it_fails)
+    output.write_text(json.dumps({**found, "parts": {**found["parts"], **result["parts"]}}))
+    monkeypatch.setitem(block_speed.PARTS, "lora", rows_until_it_fails)
     with pytest.raises(ZeroDivisionError):
-        block_speed.measure(["whole"], 3, output)
-    assert json.loads(output.read_text())["parts"]["whole"]["rows"] == [{"rounds": 3}]
+        block_speed.measure(["lora"], 1, output)
+    parts = json.loads(output.read_text())["parts"]
+    assert parts.keys() == {*result["parts"], "lora"}
+    assert [(row["model"], row["milliseconds"], row["rounds"]) for row in parts["lora"]] == [
+        ("Wan", 2, 1),
+        ("X", 1, 3),
+    ]
     monkeypatch.setattr(block_speed, "environment", lambda: {**about, "driver": "another"})
+    monkeypatch.setitem(block_speed.PARTS, "lora", lambda _: [{"model": "Wan"}])
     assert block_speed.measure(["lora"], 3, output)["parts"].keys() == {"lora"}
 
 
