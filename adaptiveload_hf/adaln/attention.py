@@ -1,4 +1,4 @@
-"""How are queries and keys of Wan's attention normalised and turned in one pass?"""
+"""How are queries and keys of Wan's attention projected, normalised and turned in few passes?"""
 
 import functools
 
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from ..errors import UserError
 from .forwards import BACKENDS
 from .ops import OPS
+from .projections import project
 from .runtime import FusedOps
 from .source import LeftEager, running_source
 
@@ -21,9 +22,9 @@ _OPS_OF = {backend: FusedOps(*arguments, frozenset(OPS)) for backend, arguments 
 class AdaptiveLoadAttnProcessor:
     """Wan's attention with the RMS norm and the rotary embedding of queries and keys as one op, `rms_norm_rope`.
 
-    Everything else (projections, image keys, the attention backend, the output) is done by a processor of diffusers,
-    which this one wraps. It runs alone where the op does not apply: in cross-attention, with other norms or hooks on
-    them, with mixed dtypes.
+    Projections of one tensor, and those with LoRA, are one operation, see `projections.project`. Everything else
+    (image keys, the attention backend) is done by a processor of diffusers, which this one wraps. It also norms and
+    turns where the op does not apply: in cross-attention, with other norms or hooks on them, with mixed dtypes.
 
     Args:
         stock: the processor to wrap, by default a new WanAttnProcessor. Its attention backend and parallel
@@ -60,7 +61,9 @@ class AdaptiveLoadAttnProcessor:
         ops = _OPS_OF[self.backend]
         self_attention = rotary_emb is not None and encoder_hidden_states is None
         if self_attention and ops.can_turn((attn.norm_q, attn.norm_k), hidden_states, *rotary_emb, attn.heads):
-            attn, rotary_emb = _TurningAttention(attn, ops, rotary_emb), None
+            attn, rotary_emb = _FusedAttention(attn, ops, rotary_emb), None
+        elif type(attn.to_q) is not nn.Linear:  # LoRA
+            attn = _FusedAttention(attn, ops)
         return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
 
     @property
@@ -80,22 +83,53 @@ class AdaptiveLoadAttnProcessor:
         self.stock._parallel_config = value
 
 
-class _TurningAttention:
-    """An attention module as its processor sees it, whose norms of queries and keys also turn the heads."""
+class _FusedAttention:
+    """An attention module as its processor sees it.
 
-    def __init__(self, attn: nn.Module, ops: FusedOps, rotary_emb: tuple[Tensor, Tensor]):
+    With `rotary_emb` it is self-attention, the projection of queries is also that of keys and values, and the norms of
+    queries and keys also turn the heads.
+    """
+
+    def __init__(self, attn: nn.Module, ops: FusedOps, rotary_emb: tuple[Tensor, Tensor] | None = None):
         self._attn = attn
         self._ops = ops
         self._rotary_emb = rotary_emb
+        self._projected = (None, None, None)
 
     def __getattr__(self, name: str):
         return getattr(self._attn, name)
 
+    def to_q(self, x: Tensor) -> Tensor:
+        attn = self._attn
+        if self._rotary_emb is None:
+            return project(x, attn.to_q)[0]
+        query, key, value = project(x, attn.to_q, attn.to_k, attn.to_v)
+        self._projected = x, key, value
+        return query
+
+    def to_k(self, x: Tensor) -> Tensor:
+        of, key, _ = self._projected
+        return key if of is x else project(x, self._attn.to_k)[0]
+
+    def to_v(self, x: Tensor) -> Tensor:
+        of, _, value = self._projected
+        return value if of is x else project(x, self._attn.to_v)[0]
+
+    @property
+    def to_out(self) -> list:
+        linear, *others = self._attn.to_out
+        return [lambda x: project(x, linear)[0], *others]
+
     def norm_q(self, query: Tensor) -> Tensor:
-        return self._ops.rms_norm_rope(self._attn.norm_q, query, *self._rotary_emb, self._attn.heads)
+        return self._normed(self._attn.norm_q, query)
 
     def norm_k(self, key: Tensor) -> Tensor:
-        return self._ops.rms_norm_rope(self._attn.norm_k, key, *self._rotary_emb, self._attn.heads)
+        return self._normed(self._attn.norm_k, key)
+
+    def _normed(self, norm: nn.Module, x: Tensor) -> Tensor:
+        if self._rotary_emb is None:
+            return norm(x)
+        return self._ops.rms_norm_rope(norm, x, *self._rotary_emb, self._attn.heads)
 
 
 def is_stock(processor: object) -> bool:
@@ -105,9 +139,9 @@ def is_stock(processor: object) -> bool:
 
 
 def can_hold(module: nn.Module) -> bool:
-    """Whether a module is a self-attention that a stock processor, or this one, serves."""
+    """Whether a module is an attention that a stock processor, or this one, serves."""
     stock = getattr(type(module), "_default_processor_cls", None)
-    return isinstance(stock, type) and _is_tested(stock) and not getattr(module, "is_cross_attention", False)
+    return isinstance(stock, type) and _is_tested(stock)
 
 
 @functools.cache
@@ -119,7 +153,7 @@ def _is_tested(cls: type) -> bool:
 
 
 def install(module: nn.Module, backend: str) -> str | None:
-    """Wrap the processor of a self-attention in place, or say why not."""
+    """Wrap the processor of an attention in place, or say why not."""
     processor = module.processor
     if isinstance(processor, AdaptiveLoadAttnProcessor):
         return None

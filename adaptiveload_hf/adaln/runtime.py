@@ -47,7 +47,7 @@ class FusedOps:
 
     def is_plain(self, *norms: nn.Module) -> bool:
         """Whether norms are known ones whose calls do nothing but their arithmetic."""
-        return _no_hooks_on(*norms) and all(NORM_OPS.get(type(norm)) in self.names for norm in norms)
+        return no_hooks_on(*norms) and all(NORM_OPS.get(type(norm)) in self.names for norm in norms)
 
     def can_modulate(
         self, norm: nn.Module, x: Tensor, scale: Tensor | None, shift: Tensor | None, **tables: Tensor
@@ -164,7 +164,7 @@ class FusedOps:
         The projections themselves are not known yet: they have x's dtype, or that of autocast. Under CUDA autocast
         eager computes the norm in float32, and attention casts that down again. Plain loops: this runs at each call.
         """
-        if not (self._is_stream(x) and _no_hooks_on(*norms)):
+        if not (self._is_stream(x) and no_hooks_on(*norms)):
             return False
         dtype = x.dtype
         if torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type):
@@ -187,15 +187,15 @@ class FusedOps:
     def _is_stream(self, x: Tensor) -> bool:
         kind = "cuda" if x.is_cuda else x.device.type  # device.type alone makes a new string each time
         known = _is_tensor(x) and x.ndim == 3 and kind in self.device_types and _narrow_enough(x)
-        return known and not _is_transformed()
+        return known and not is_transformed()
 
 
-def _is_transformed() -> bool:
+def is_transformed() -> bool:
     """Whether torch.func is at work (grad, vmap, jvp), which the ops do not support. Dynamo traces it another way."""
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
-def _no_hooks_on(*modules: nn.Module) -> bool:
+def no_hooks_on(*modules: nn.Module) -> bool:
     """Whether calling modules runs their class's forward and nothing else."""
     if (
         torch_module._global_forward_hooks

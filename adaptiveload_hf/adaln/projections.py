@@ -1,0 +1,152 @@
+"""How are projections of one tensor, with LoRA or without, computed and differentiated in few passes over it?
+
+y = x W' + b + s (x A') B' for each. PEFT multiplies by s and adds up in a kernel each over all of y, and autograd adds
+up what every product that read x has as its gradient. Here each of these sums is the accumulating form of the matrix
+product itself.
+"""
+
+import functools
+import sys
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .runtime import is_transformed, no_hooks_on
+from .source import LeftEager, running_source
+
+# Digests of the forward of PEFT's LoRA linear that the tests compare with.
+TESTED_LORA = {"ec0a80f5c5ce05f5"}
+
+
+class _Projection(NamedTuple):
+    """Weight [N, D], bias [N]; LoRA's A [r, D] and B [N, r], and its scaling."""
+
+    weight: Tensor
+    bias: Tensor | None
+    down: Tensor | None = None
+    up: Tensor | None = None
+    scaling: float = 1.0
+
+
+def project(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
+    """linear(x) for each of them, up to rounding.
+
+    Plain linears, several or one with LoRA, are one operation. All else is called: subclasses, quantized ones, those
+    with hooks, DoRA, dropout, more than one adapter. So is everything while torch.compile traces, which fuses these
+    sums by itself, and under what must see each product (torch.func, selective checkpointing).
+
+    Args:
+        x: [..., D].
+    """
+    found = [_projection_of(linear, x) for linear in linears] if _is_plain(x) else [None]
+    if None in found or (len(found) == 1 and found[0].down is None):
+        return tuple(linear(x) for linear in linears)
+    tensors = [tensor for projection in found for tensor in projection[:4]]
+    return _Project.apply(x, tuple(projection.scaling for projection in found), *tensors)
+
+
+class _Project(torch.autograd.Function):
+    """With g the gradient of y and h = x A': dW = g' x, db = sum g, dB = s g' h, dA = s (g B)' x,
+    dx = g W + s (g B) A, summed over the projections."""
+
+    @staticmethod
+    def forward(ctx, x, scalings, *tensors):
+        ys, kept = [], []
+        for scaling, (weight, bias, down, up) in zip(scalings, _in_fours(tensors)):
+            y, h = F.linear(x, weight, bias), None
+            if down is not None:
+                h = F.linear(x, down)
+                y.flatten(0, -2).addmm_(h.flatten(0, -2), up.t(), alpha=scaling)
+            ys.append(y)
+            kept += [weight, down, up, h]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, *kept)
+        ctx.scalings = scalings
+        return tuple(ys)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        x, *kept = ctx.saved_tensors
+        rows, dx, found = x.flatten(0, -2), None, []
+        needs_dx, _, *needs = ctx.needs_input_grad
+        wanted = zip(grads, ctx.scalings, _in_fours(kept), _in_fours(needs))
+        for grad, scaling, (weight, down, up, h), (weight_needs, bias_needs, down_needs, up_needs) in wanted:
+            if grad is None:
+                found += [None] * 4
+                continue
+            grad = grad.flatten(0, -2)
+            found += [grad.t() @ rows if weight_needs else None, grad.sum(0) if bias_needs else None]
+            dx = _accumulated(dx, grad, weight) if needs_dx else None
+            if down is None:
+                found += [None, None]
+                continue
+            if torch.is_grad_enabled():
+                h = F.linear(x, down)
+            grad_h = grad @ up * scaling
+            found.append(grad_h.t() @ rows if down_needs else None)
+            found.append(grad.t() @ h.flatten(0, -2) * scaling if up_needs else None)
+            dx = _accumulated(dx, grad_h, down) if needs_dx else None
+        return None if dx is None else dx.view(x.shape), None, *found
+
+
+def _accumulated(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """total + left @ right, in place unless autograd looks on."""
+    if total is None:
+        return left @ right
+    return total.addmm(left, right) if torch.is_grad_enabled() else total.addmm_(left, right)
+
+
+def _in_fours(values) -> list:
+    return [values[i : i + 4] for i in range(0, len(values), 4)]
+
+
+def _is_plain(x: Tensor) -> bool:
+    if type(x) is not Tensor or x.ndim < 2 or torch.compiler.is_compiling() or is_transformed():
+        return False
+    device = "cuda" if x.is_cuda else x.device.type
+    cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != x.dtype
+    return not cast and torch._C._len_torch_dispatch_stack() == 0
+
+
+def _projection_of(linear: nn.Module, x: Tensor) -> _Projection | None:
+    """What a linear, or one with LoRA, does to x; None if it does anything else."""
+    if type(linear) is nn.Linear:
+        fits = no_hooks_on(linear) and _fits(linear.weight, x) and _fits(linear.bias, x)
+        return _Projection(linear.weight, linear.bias) if fits else None
+    if not _is_tested_lora(type(linear)) or linear.disable_adapters or linear.merged or linear.lora_variant:
+        return None
+    names = [name for name in linear.active_adapters if name in linear.lora_A]
+    if len(names) != 1 or type(linear.lora_dropout[names[0]]) is not nn.Identity:
+        return None
+    base, down, up = linear.base_layer, linear.lora_A[names[0]], linear.lora_B[names[0]]
+    if not (type(base) is type(down) is type(up) is nn.Linear and no_hooks_on(linear, base, down, up)):
+        return None
+    if down.bias is not None or up.bias is not None:
+        return None
+    weights = [down.weight, up.weight]
+    if torch.is_autocast_enabled(x.device.type):  # adapters are often in float32 then, and autocast lowers them
+        weights = [weight.to(x.dtype) for weight in weights]
+    if not all(_fits(tensor, x) for tensor in (base.weight, base.bias, *weights)):
+        return None
+    return _Projection(base.weight, base.bias, *weights, linear.scaling[names[0]])
+
+
+def _fits(parameter: Tensor | None, x: Tensor) -> bool:
+    """Plain (no DTensor, not quantized), and of x's dtype and device."""
+    if parameter is None:
+        return True
+    plain = type(parameter) is nn.Parameter or type(parameter) is Tensor
+    return plain and parameter.dtype == x.dtype and parameter.device == x.device
+
+
+@functools.cache
+def _is_tested_lora(cls: type) -> bool:
+    layer = sys.modules.get("peft.tuners.lora.layer")
+    if layer is None or cls is not layer.Linear:
+        return False
+    try:
+        return running_source(cls.forward).digest in TESTED_LORA
+    except LeftEager:
+        return False

@@ -1,0 +1,231 @@
+"""Do projections of one tensor, with LoRA or without, give what calling them does, and is what is not plain called?"""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora.layer import Linear as LoraLinear
+from support.tiny_models import output_and_gradients, relative_error, tiny_inputs, tiny_model
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+from adaptiveload_hf import patch_model, unpatch_model
+from adaptiveload_hf.adaln.projections import TESTED_LORA, project
+from adaptiveload_hf.adaln.source import running_source
+
+
+class Projections(nn.Module):
+    """Three linears of one input, one of them without bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.to_q, self.to_k, self.to_v = nn.Linear(8, 12), nn.Linear(8, 12, bias=False), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return torch.cat([self.to_q(x), self.to_k(x), self.to_v(x)], dim=-1)
+
+
+def together(model, x):
+    return torch.cat(project(x, model.to_q, model.to_k, model.to_v), dim=-1)
+
+
+def make(lora=True, dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    model = Projections().to(dtype)
+    if lora:
+        targets = options.pop("targets", ["to_q", "to_k"])
+        config = LoraConfig(r=2, lora_alpha=6, target_modules=targets, init_lora_weights=False, **options)
+        model = inject_adapter_in_model(config, model).to(dtype)
+    return model
+
+
+def make_x(dtype=torch.float32):
+    return torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+
+
+def gradients(output, model, x):
+    """The output, and the gradients of x and of every parameter that is trained."""
+    leaves = [x, *(parameter for parameter in model.parameters() if parameter.requires_grad)]
+    weights = torch.linspace(-1, 1, output.numel()).view(output.shape).to(output)
+    return [output, *torch.autograd.grad(output, leaves, weights)]
+
+
+@pytest.fixture
+def linears_called(monkeypatch):
+    """Counts the calls of linears, PEFT's among them."""
+    calls = []
+    for cls in (nn.Linear, LoraLinear):
+        original = cls.forward
+        monkeypatch.setattr(cls, "forward", lambda self, x, f=original: calls.append(type(self)) or f(self, x))
+    monkeypatch.setattr("adaptiveload_hf.adaln.projections._is_tested_lora", lambda cls: cls is LoraLinear)
+    return calls
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["plain", "LoRA on two of three"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["all trained", "base frozen"])
+def test_output_and_every_gradient_are_those_of_the_calls(lora, frozen, linears_called):
+    model, x = make(lora), make_x()
+    model.to_q.requires_grad_(not frozen)
+    expected = gradients(model(x), model, x)
+    linears_called.clear()
+    for found, truth in zip(gradients(together(model, x), model, x), expected, strict=True):
+        assert relative_error(found, truth) < 1e-6
+    assert not linears_called
+
+
+def test_only_outputs_that_were_used_get_a_gradient():
+    model, x = make(), make_x()
+    query, _, _ = project(x, model.to_q, model.to_k, model.to_v)
+    query.sum().backward()
+    assert model.to_k.lora_A["default"].weight.grad is None and model.to_v.weight.grad is None
+    found, x.grad = x.grad, None
+    model.to_q(x).sum().backward()
+    assert relative_error(found, x.grad) < 1e-6
+
+
+def test_second_derivatives_are_right():
+    model, x = make(dtype=torch.float64), make_x(torch.float64)
+
+    def of(x, up, down):
+        model.to_q.lora_A["default"].weight, model.to_q.lora_B["default"].weight = down, up
+        return together(model, x)
+
+    adapter = model.to_q.lora_B["default"].weight, model.to_q.lora_A["default"].weight
+    assert torch.autograd.gradgradcheck(of, (x, *adapter), fast_mode=True)
+
+
+def test_bfloat16_is_no_further_from_float64_than_the_calls():
+    stock_error = ours_error = 0
+    for seed in range(8):
+        torch.manual_seed(seed)
+        model, x = make(dtype=torch.bfloat16), torch.randn(2, 64, 8).bfloat16().requires_grad_()
+        exact_x = x.detach().double().requires_grad_()
+        exact_model = copy.deepcopy(model).double()
+        exact = gradients(exact_model(exact_x), exact_model, exact_x)
+        for call in (Projections.forward, together):
+            error = sum(relative_error(a, b) for a, b in zip(gradients(call(model, x), model, x), exact, strict=True))
+            stock_error, ours_error = (
+                (stock_error + error, ours_error) if call is not together else (stock_error, ours_error + error)
+            )
+    assert ours_error < 1.02 * stock_error
+
+
+def test_under_autocast_adapters_in_float32_are_lowered_as_autocast_does():
+    model, x = make(), make_x(torch.bfloat16)
+    for linear in (model.to_q.base_layer, model.to_k.base_layer, model.to_v):
+        linear.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = gradients(model(x), model, x)
+        found = gradients(together(model, x), model, x)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert relative_error(one, other) < 1e-2
+
+
+def hooked(model):
+    model.to_q.lora_A["default"].register_forward_hook(lambda *_: None)
+
+
+def hooked_base(model):
+    model.to_v.register_forward_pre_hook(lambda *_: None)
+
+
+def subclassed(model):
+    model.to_v = type("Quantized", (nn.Linear,), {})(8, 4)
+
+
+def with_a_second_adapter(model):
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["to_q"]), model, adapter_name="second")
+    model.to_q.set_adapter(["default", "second"])
+
+
+def merged(model):
+    model.to_q.merge()
+
+
+def switched_off(model):
+    model.to_q.enable_adapters(False)
+
+
+def of_another_dtype(model):
+    model.to_q.lora_B["default"].double()
+    model.to_q.lora_A["default"].double()
+
+
+CHANGES = [hooked, hooked_base, subclassed, with_a_second_adapter, merged, switched_off, of_another_dtype]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_is_not_plain_is_called(change, linears_called):
+    model, x = make(), make_x()
+    change(model)
+    linears_called.clear()
+    together(model, x)
+    assert linears_called.count(LoraLinear) == 2
+
+
+@pytest.mark.parametrize("options", [{"lora_dropout": 0.5}, {"use_dora": True}, {"lora_bias": True}], ids=str)
+def test_other_kinds_of_lora_are_called(options, linears_called):
+    model, x = make(**options), make_x()
+    linears_called.clear()
+    together(model, x)
+    assert LoraLinear in linears_called
+
+
+@pytest.mark.parametrize(
+    "around",
+    [lambda: torch.autocast("cpu", torch.bfloat16), lambda: FlopCounterMode(display=False)],
+    ids=["autocast", "mode"],
+)
+def test_linears_are_called_where_something_must_see_them(around, linears_called):
+    model, x = make(lora=False), make_x()
+    with around():
+        together(model, x)
+    assert len(linears_called) == 3
+
+
+def test_selective_checkpointing_and_compile_see_every_product():
+    model, x = make(), make_x()
+    expected = gradients(model(x), model, x)
+
+    def keep_products():
+        return create_selective_checkpoint_contexts([torch.ops.aten.addmm.default, torch.ops.aten.mm.default])
+
+    kept = checkpoint(together, model, x, use_reentrant=False, context_fn=keep_products)
+    compiled = torch.compile(together, backend="eager", fullgraph=True)(model, x)
+    for output in (kept, compiled):
+        for found, truth in zip(gradients(output, model, x), expected, strict=True):
+            assert relative_error(found, truth) < 1e-6
+
+
+def test_a_linear_alone_is_called(linears_called):
+    model, x = make(lora=False), make_x()
+    project(x, model.to_q)
+    assert linears_called == [nn.Linear]
+
+
+@pytest.mark.parametrize("patched_first", [True, False], ids=["patched first", "patched last"])
+def test_wans_attention_calls_no_linear_with_lora(patched_first, linears_called):
+    model, inputs = tiny_model("wan"), tiny_inputs("wan")
+    targets = ["to_q", "to_k", "to_v", "to_out.0"]
+    for patch in (True, False) if patched_first else (False, True):
+        if patch:
+            patch_model(model)
+        else:
+            model.add_adapter(LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+    output, found = output_and_gradients(model, inputs)
+    assert LoraLinear not in linears_called
+    unpatch_model(model)
+    expected_output, expected = output_and_gradients(model, inputs)
+    assert LoraLinear in linears_called
+    assert relative_error(output, expected_output) < 1e-5
+    for name, gradient in expected.items():
+        if gradient.norm() > 1e-4:  # the gradient of a key's bias is all rounding
+            assert relative_error(found[name], gradient) < 1e-5, name
+
+
+def test_the_tested_lora_is_the_installed_one():
+    """A new PEFT may change its forward: look at the change, then put the new digest into the table."""
+    assert running_source(LoraLinear.forward).digest in TESTED_LORA
