@@ -35,7 +35,7 @@ def project(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
 
     Plain linears, several or one with LoRA, are one operation. All else is called: subclasses, quantized ones, those
     with hooks, DoRA, dropout, more than one adapter. So is everything while torch.compile traces, which fuses these
-    sums by itself, and under what must see each product (torch.func, selective checkpointing).
+    sums by itself, and under torch.func.
 
     Args:
         x: [..., D].
@@ -58,7 +58,7 @@ class _Project(torch.autograd.Function):
             y, h = F.linear(x, weight, bias), None
             if down is not None:
                 h = F.linear(x, down)
-                y.flatten(0, -2).addmm_(h.flatten(0, -2), up.t(), alpha=scaling)
+                y = _accumulated(y.flatten(0, -2), h.flatten(0, -2), up.t(), scaling).view(y.shape)
             ys.append(y)
             kept += [weight, down, up, h]
         ctx.set_materialize_grads(False)
@@ -91,11 +91,13 @@ class _Project(torch.autograd.Function):
         return None if dx is None else dx.view(x.shape), None, *found
 
 
-def _accumulated(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """total + left @ right, in place unless autograd looks on."""
+def _accumulated(total: Tensor | None, left: Tensor, right: Tensor, factor: float = 1.0) -> Tensor:
+    """total + factor * left @ right, in place unless autograd looks on or somebody else may keep `total`: a dispatch
+    mode, as selective checkpointing is. What is saved for backward must not depend on such a mode."""
     if total is None:
         return left @ right
-    return total.addmm(left, right) if torch.is_grad_enabled() else total.addmm_(left, right)
+    in_place = not torch.is_grad_enabled() and torch._C._len_torch_dispatch_stack() == 0
+    return (total.addmm_ if in_place else total.addmm)(left, right, alpha=factor)
 
 
 def _in_fours(values) -> list:
@@ -107,7 +109,7 @@ def _is_plain(x: Tensor) -> bool:
         return False
     device = "cuda" if x.is_cuda else x.device.type
     cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != x.dtype
-    return not cast and torch._C._len_torch_dispatch_stack() == 0
+    return not cast
 
 
 def _projection_of(linear: nn.Module, x: Tensor) -> _Projection | None:

@@ -8,8 +8,8 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora.layer import Linear as LoraLinear
 from support.tiny_models import output_and_gradients, relative_error, tiny_inputs, tiny_model
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from torch.utils.flop_counter import FlopCounterMode
 
 from adaptiveload_hf import patch_model, unpatch_model
 from adaptiveload_hf.adaln.projections import TESTED_LORA, project
@@ -174,16 +174,25 @@ def test_other_kinds_of_lora_are_called(options, linears_called):
     assert LoraLinear in linears_called
 
 
-@pytest.mark.parametrize(
-    "around",
-    [lambda: torch.autocast("cpu", torch.bfloat16), lambda: FlopCounterMode(display=False)],
-    ids=["autocast", "mode"],
-)
-def test_linears_are_called_where_something_must_see_them(around, linears_called):
+def test_linears_are_called_where_autocast_lowers_their_input(linears_called):
     model, x = make(lora=False), make_x()
-    with around():
+    with torch.autocast("cpu", torch.bfloat16):
         together(model, x)
     assert len(linears_called) == 3
+
+
+class PassingMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_around_the_forward_alone_leaves_checkpointing_right():
+    model, x = make(), make_x()
+    expected = gradients(model(x), model, x)
+    with PassingMode():
+        output = checkpoint(together, model, x, use_reentrant=False)
+    for found, truth in zip(gradients(output, model, x), expected, strict=True):
+        assert relative_error(found, truth) < 1e-6
 
 
 def test_selective_checkpointing_and_compile_see_every_product():
