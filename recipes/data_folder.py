@@ -1,18 +1,17 @@
 """Which samples does a folder hold, with which captions, and what in it cannot be used?"""
 
-import json
 import os
 import sys
+import unicodedata
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from media import CLIP_SUFFIXES, STILL_SUFFIXES
+from metadata_rows import METADATA, read_rows
 from tqdm import tqdm
 
 from adaptiveload_hf.errors import UserError
-
-METADATA = "metadata.jsonl"
 
 
 @dataclass
@@ -27,100 +26,146 @@ class Listing:
 
     def refuse(self, file: str, reason: str):
         self.refused.append({"file": file, "reason": reason})
-        tqdm.write(f"refused {file}: {reason}", file=sys.stderr)
+        tqdm.write(f"refused {printable(file)}: {reason}", file=sys.stderr)
 
 
-def list_samples(root: Path) -> Listing:
-    """Finds the samples of a folder. With a metadata.jsonl in it, its rows are the samples; else every file is one.
+def printable(file: str) -> str:
+    """A file's name on one line of a terminal."""
+    return file if file.isprintable() else ascii(file)
 
-    A caption is the row's `text`, else the content of the .txt of the same name, else empty (and then listed).
+
+def list_samples(root: Path, file_column: str = "file_name", caption_column: str = "text") -> Listing:
+    """Finds the samples of a folder. With metadata files in it, their rows are the samples; else every file is one.
+
+    A caption is the row's, else the content of the .txt of the same name, else empty (and then listed). A metadata
+    file may lie in any folder; its rows name files from there, as in `datasets`' videofolder and imagefolder.
 
     Args:
-        root: the folder; nothing outside it is read, except where a link in it leads.
+        root: the folder; nothing outside it is read, except where a link to a file in it leads.
+        file_column, caption_column: of the metadata files.
 
     Returns:
         The Listing; file names are relative to root, with forward slashes.
 
     Raises:
-        UserError: no such folder, or a metadata.jsonl without one usable row.
+        UserError: no such folder, or metadata without one usable row or without captions.
     """
     if not root.is_dir():
         raise UserError(f"--instance_data_root must be a folder, but {root} is none.")
-    listing, files = Listing(), {}
-    for folder, _, names in os.walk(root):
-        for name in names:
-            relative = (Path(folder) / name).relative_to(root)
-            suffix = relative.suffix.lower()
-            if any(part.startswith(".") or part == "__MACOSX" for part in relative.parts):
-                listing.hidden += 1
-            elif suffix in STILL_SUFFIXES | CLIP_SUFFIXES:
-                files[relative.as_posix()] = None
-            elif suffix != ".txt" and relative.as_posix() != METADATA:
-                listing.other_files[suffix or name] += 1
-    if (root / METADATA).exists():
-        rows = read_metadata(root, files, listing)
+    listing = Listing()
+    files, tables = find_files(root, listing)
+    if tables:
+        rows, columns = read_metadata(root, tables, files, (file_column, caption_column), listing)
         if not rows:
-            raise UserError(f"{root / METADATA} has no usable row. Mend the rows listed above, or take the file away.")
+            raise UserError(
+                f"{', '.join(tables)} in {root} has no usable row. Mend the rows listed above, or take it away."
+            )
         for file in sorted(set(files) - set(rows)):
-            listing.refuse(file, f"{METADATA} has no row for it")
+            listing.refuse(file, f"{' and '.join(tables)} has no row for it")
     else:
-        rows = dict.fromkeys(sorted(files))
+        rows, columns = dict.fromkeys(sorted(files)), set()
     for file, caption in rows.items():
-        if (root / file).exists() and (root / file).stat().st_size == 0:
-            listing.refuse(file, "it is empty (0 bytes)")
-            continue
-        try:
-            listing.captions[file] = caption if caption is not None else read_caption_file(root / file)
-        except UnicodeDecodeError:
-            listing.refuse(file, "its .txt is not UTF-8; save it as UTF-8")
-            continue
-        if not listing.captions[file]:
-            listing.without_caption.append(file)
+        add_sample(root, file, caption, listing)
+    if columns - {file_column, caption_column} and not any(listing.captions.values()):
+        raise UserError(
+            f"{', '.join(tables)} in {root} gives no sample a {caption_column!r}, and no .txt does, but it has "
+            f"{sorted(columns)}. Say with --caption_column which one holds the captions."
+        )
     return listing
 
 
-def read_metadata(root: Path, files: dict, listing: Listing) -> dict[str, str | None]:
-    """Reads metadata.jsonl: file name to caption, None where a row has no `text`. Bad rows are refused by line number.
+def find_files(root: Path, listing: Listing) -> tuple[dict[str, None], list[str]]:
+    """All pictures and clips of a folder, and its metadata files; what is neither is counted or refused."""
+    files, tables = {}, []
+    for folder, folders, names in os.walk(root):
+        at = Path(folder).relative_to(root)
+        hidden = any(part.startswith(".") or part == "__MACOSX" for part in at.parts)
+        for name in folders:
+            if not hidden and not name.startswith(".") and os.path.islink(os.path.join(folder, name)):
+                listing.refuse((at / name).as_posix(), "it is a link to a folder, which is not followed")
+        for name in names:
+            relative, suffix = (at / name).as_posix(), Path(name).suffix.lower()
+            if hidden or name.startswith("."):
+                listing.hidden += 1
+            elif suffix in STILL_SUFFIXES | CLIP_SUFFIXES:
+                try:
+                    relative.encode()
+                    files[relative] = None
+                except UnicodeEncodeError:
+                    listing.refuse(ascii(relative), "its name is not UTF-8; rename it")
+            elif name in METADATA:
+                tables.append(relative)
+            elif suffix != ".txt":
+                listing.other_files[ascii(suffix or name).strip("'")] += 1
+    return files, sorted(tables)
+
+
+def read_metadata(
+    root: Path, tables: list[str], files: dict, columns: tuple[str, str], listing: Listing
+) -> tuple[dict[str, str | None], set[str]]:
+    """File name to caption, None where a row has none, and all columns. Bad rows are refused by file and line.
 
     Of several rows for one file the first counts.
     """
-    content = (root / METADATA).read_bytes()
-    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise UserError(f"{root / METADATA} is UTF-16. Save it as UTF-8.")
-    rows, line_of = {}, {}
-    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            file, caption = parse_row(line, files)
-            if file in rows:
-                raise UserError(f"{file} has a row already, at line {line_of[file]}; that one counts")
-        except UserError as error:
-            listing.refuse(f"{METADATA}:{number}", str(error))
-            continue
-        rows[file], line_of[file] = caption, number
-    return rows
+    rows, place_of, found = {}, {}, set()
+    composed = {unicodedata.normalize("NFC", file): file for file in files}
+    for table in tables:
+        for number, row in read_rows(root / table):
+            place = f"{table}:{number}"
+            try:
+                if isinstance(row, UserError):
+                    raise row
+                found |= row.keys()
+                file, caption = parse_row(row, Path(table).parent, composed, columns)
+                if file in rows:
+                    raise UserError(f"{file} has a row already, at {place_of[file]}; that one counts")
+            except UserError as error:
+                listing.refuse(place, str(error))
+                continue
+            rows[file], place_of[file] = caption, place
+    return rows, found
 
 
-def parse_row(line: bytes, files: dict) -> tuple[str, str | None]:
-    """The file and caption of one line of metadata.jsonl; a UserError says what is wrong with it."""
-    try:
-        row = json.loads(line.decode())
-    except UnicodeDecodeError:
-        raise UserError("it is not UTF-8; save the file as UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"it is not JSON, or cut short, at column {error.colno}") from None
-    if not isinstance(row, dict) or not isinstance(row.get("file_name"), str):
-        raise UserError('it must be an object with a string "file_name"')
-    caption = row.get("text")
+def parse_row(row: dict, folder: Path, files: dict, columns: tuple[str, str]) -> tuple[str, str | None]:
+    """The file and caption of one row of a metadata file in `folder`; a UserError says what is wrong with it."""
+    name, caption = (row.get(column) for column in columns)
+    if not isinstance(name, str):
+        raise UserError(
+            f'it must have a string "{columns[0]}", but it has {sorted(map(str, row))}; see --video_column'
+        )
     if not isinstance(caption, str | None):
-        raise UserError(f'its "text" must be a string, but it is {json.dumps(caption)}')
-    file = os.path.normpath(row["file_name"]).replace(os.sep, "/")
+        raise UserError(f'its "{columns[1]}" must be a string, but it is {caption!r}')
+    file = os.path.normpath(folder / name).replace(os.sep, "/")
     if file.startswith("../") or os.path.isabs(file):
-        raise UserError(f"{row['file_name']} leads out of the folder; only files in it are read")
-    if file not in files:
-        raise UserError(f"no picture or clip {row['file_name']} is in the folder")
-    return file, caption
+        raise UserError(f"{name} leads out of the folder; only files in it are read")
+    # macOS stores names decomposed, and Windows writes paths with backslashes.
+    for spelling in (file, file.replace("\\", "/")):
+        found = files.get(unicodedata.normalize("NFC", spelling))
+        if found is not None:
+            return found, caption
+    raise UserError(f"no picture or clip {name} is in the folder")
+
+
+def add_sample(root: Path, file: str, caption: str | None, listing: Listing):
+    """Takes a file with the caption of its row, or of the .txt beside it, into the listing."""
+    try:
+        if (root / file).stat().st_size == 0:
+            raise UserError("it is empty (0 bytes)")
+        if caption is None:
+            caption = read_caption_file(root / file)
+        caption.encode()  # json can name half characters
+    except UnicodeDecodeError:
+        listing.refuse(file, "its .txt is not UTF-8; save it as UTF-8")
+    except UnicodeEncodeError:
+        listing.refuse(file, "its caption has half a character, which is no text")
+    except OSError as error:
+        listing.refuse(file, f"it cannot be read: {error.strerror}")
+    except UserError as error:
+        listing.refuse(file, str(error))
+    else:
+        listing.captions[file] = caption
+        if not caption:
+            listing.without_caption.append(file)
 
 
 def read_caption_file(path: Path) -> str:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from fractions import Fraction
 from pathlib import Path
 
@@ -11,9 +12,8 @@ from media import Bucket, Footage, look
 
 from adaptiveload_hf.errors import UserError
 
-RECIPE = 1  # to be raised when media.py or the encoder makes something else of the same input
+RECIPE = 2  # to be raised when media.py or the encoder makes something else of the same input
 LATENT = ("content", "frames", "bucket", "vae", "recipe")
-PROMPT_EMBEDS = ("text_encoder", "recipe")
 REASONS = {
     "content": "its content",
     "frames": "its frames at this fps",
@@ -34,50 +34,62 @@ class FileRecords:
     def __init__(self, path: Path):
         self.path = path
         self.earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"files": {}, "looks": {}}
-        self.now = {"files": {}, "looks": {}}
+        self.seen, self.now = {"files": {}, "looks": {}}, {"files": {}, "looks": {}}
 
     def content(self, file: Path) -> str:
         """Hash of the file's content; a UserError says why it cannot be read."""
         key = os.path.abspath(file)
         record = self.earlier["files"].get(key)
         try:
-            stamp = _stamp(file)
-            if record is None or record[1:] != stamp:
+            now = stamp(file)
+            if record is None or record[1:] != now:
                 with open(file, "rb") as stream:
-                    record = [hashlib.file_digest(stream, "sha256").hexdigest()[:32], *stamp]
+                    record = [hashlib.file_digest(stream, "sha256").hexdigest()[:32], *now]
         except OSError as error:
             raise UserError(f"it cannot be read: {error.strerror}") from error
         self.now["files"][key] = record
         return record[0]
 
-    def has_changed(self, file: Path) -> bool:
-        """Whether the file is another than the one that `content` saw in this run."""
-        return not file.exists() or self.now["files"][os.path.abspath(file)][1:] != _stamp(file)
-
     def footage(self, file: Path, content: str, fps: Fraction, longest: int) -> Footage:
         """What `look` finds in the file. What it refuses is looked at again each time."""
         key = f"{content} {fps} {longest} {file.suffix.lower()} {RECIPE}"
-        found = self.earlier["looks"].get(key) or self.now["looks"].get(key)
+        found = self.earlier["looks"].get(key) or self.seen["looks"].get(key) or self.now["looks"].get(key)
         if found is None:
             footage = look(file, fps, longest)
             found = [footage.source_frames, footage.shown_height, footage.shown_width, footage.moving]
         self.now["looks"][key] = found
         return Footage(tuple(found[0]), *found[1:])
 
-    def folders(self, root: Path, names: list[str]) -> str:
+    def folders(self, root: Path, names: Iterable[str]) -> str:
         """Hash of all files in these folders of a pipeline."""
         files = sorted(path for name in names for path in (root / name).rglob("*") if path.is_file())
         return digest([[path.relative_to(root).as_posix(), self.content(path)] for path in files])
 
-    def save(self):
-        """Keeps what this run has seen, and nothing else."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+    def stamp_of(self, file: Path) -> list[int]:
+        """By which `content` knew the file."""
+        return self.now["files"][os.path.abspath(file)][1:]
+
+    def drain(self) -> dict:
+        """What this process has seen since the last time, to be given to `take`."""
+        drained, self.now = self.now, {"files": {}, "looks": {}}
+        return drained
+
+    def take(self, drained: list[dict]):
+        """Adds what several processes have seen in this run."""
+        for of_process in drained:
+            for name, records in self.seen.items():
+                records |= of_process[name]
+
+    def save(self, finished: bool):
+        """Keeps what this run has seen; if it has not seen everything yet, also what earlier ones had."""
+        kept = self.seen if finished else {name: self.earlier[name] | self.seen[name] for name in self.seen}
         unfinished = self.path.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(self.now), encoding="utf-8")
+        unfinished.write_text(json.dumps(kept), encoding="utf-8")
         os.replace(unfinished, self.path)
 
 
-def _stamp(file: Path) -> list[int]:
+def stamp(file: Path) -> list[int]:
+    """By which a file is taken as unchanged."""
     stat = file.stat()
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
@@ -103,15 +115,18 @@ def fingerprint(content: str, footage: Footage, bucket: Bucket, vae: str, text_e
     return json.dumps(parts)
 
 
-def row_keys(row: dict) -> dict[str, bytes]:
-    """What the row's latent, its prompt_embeds, and the row as a whole are found by."""
+def row_keys(row: dict) -> dict[str, str]:
+    """What the tensors of a row's file (`latent`) and of its caption (`text`) are found by."""
     parts = json.loads(row["fingerprint"])
-    keys = {
-        "latent": ["latent", *(parts[name] for name in LATENT)],
-        "prompt_embeds": ["prompt_embeds", *(parts[name] for name in PROMPT_EMBEDS), row["caption"]],
-        "row": ["row", row["file"], row["caption"], *parts.values()],
+    return {
+        "latent": digest(["latent", *(parts[name] for name in LATENT)]),
+        "text": text_digest(row["caption"], parts["text_encoder"], parts["recipe"]),
     }
-    return {name: hashlib.blake2b(json.dumps(key).encode(), digest_size=16).digest() for name, key in keys.items()}
+
+
+def text_digest(caption: str, text_encoder: str, recipe: int = RECIPE) -> str:
+    """What the embedding of a caption is found by."""
+    return digest(["text", text_encoder, recipe, caption])
 
 
 def described_rows(table: datasets.Dataset):

@@ -189,6 +189,27 @@ def choose_bucket(footage: Footage, buckets: list[Bucket]) -> Bucket:
     return min((bucket for bucket in fitting if bucket.frames == longest), key=distance)
 
 
+def describe_resizing(samples: list[tuple[str, Footage, Bucket]]) -> dict:
+    """How many samples keep their size, and how many and which do not.
+
+    Args:
+        samples: (file, its footage, its bucket).
+
+    Returns:
+        same_size, reduced (counts), enlarged (list of files); cropped: of how many more than a hundredth of the
+        picture is cut away.
+    """
+    resized = {"same_size": 0, "reduced": 0, "enlarged": [], "cropped": 0}
+    for file, footage, bucket in samples:
+        across, down = bucket.width / footage.shown_width, bucket.height / footage.shown_height
+        resized["cropped"] += min(across, down) < 0.99 * max(across, down)
+        if max(across, down) > 1:
+            resized["enlarged"].append(file)
+        else:
+            resized["same_size" if max(across, down) == 1 else "reduced"] += 1
+    return resized
+
+
 def crop_to_fill(picture: Image.Image, pixel_aspect: Fraction, height: int, width: int) -> Image.Image:
     """Resizes a picture to cover height x width and cuts away equally on both sides (Lanczos, in one step).
 

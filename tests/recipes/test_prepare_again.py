@@ -5,8 +5,8 @@ import shutil
 
 import fingerprints
 import prepare_dataset
-import prepared_rows
 import pytest
+import sample_plan
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from support.clips import moving_bar, write_clip
@@ -42,12 +42,18 @@ class Preparing:
         self.monkeypatch, self.root, self.output, self.options = monkeypatch, root, output, {}
         self.pipeline = pipeline
         self.looked, self.encoded, self.captions, self.loaded = [], [], [], []
-        look, read, encoder = fingerprints.look, prepare_dataset.read, prepare_dataset.Encoder
-        load, prompt_embeds = encoder.__init__, encoder.prompt_embeds
+        look, read, load_text = fingerprints.look, sample_plan.read, prepare_dataset.load_text_encoder
+        load_media = prepare_dataset.load_media_encoder
         self.spy(fingerprints, "look", lambda path, *rest: self.note(self.looked, path) or look(path, *rest))
-        self.spy(prepare_dataset, "read", lambda path, *rest: self.note(self.encoded, path) or read(path, *rest))
-        self.spy(encoder, "__init__", lambda *rest: self.loaded.append(1) or load(*rest))
-        self.spy(encoder, "prompt_embeds", lambda e, text: self.captions.append(text) or prompt_embeds(e, text))
+        self.spy(sample_plan, "read", lambda path, *rest: self.note(self.encoded, path) or read(path, *rest))
+        self.spy(prepare_dataset, "load_media_encoder", lambda *rest: self.loaded.append("vae") or load_media(*rest))
+
+        def load_text_and_note(*rest):
+            self.loaded.append("text")
+            encode = load_text(*rest)
+            return lambda caption: self.captions.append(caption) or encode(caption)
+
+        self.spy(prepare_dataset, "load_text_encoder", load_text_and_note)
 
     def spy(self, owner, name, function):
         self.monkeypatch.setattr(owner, name, function)
@@ -61,23 +67,28 @@ class Preparing:
         run(self.monkeypatch, self.root, output or self.output, self.pipeline, *words, **self.options)
 
     def expect(self, *, looked=(), encoded=(), captions=(), kept=0, added=0, redone=None, removed=None):
-        """Prepares again; what it did and reports must be this, and the dataset as if it were made anew."""
+        """Prepares again; what it did and reports must be this, and no weights are loaded that it does not need."""
         self.run()
-        assert (self.looked, self.encoded) == (list(looked), list(encoded))
+        assert (sorted(self.looked), sorted(self.encoded)) == (sorted(looked), sorted(encoded))
         assert [text for text in self.captions if text] == list(captions)
+        assert self.loaded == (["text"] if self.captions else []) + (["vae"] if encoded else [])
         report = report_of(self.output)
         assert (report["kept"], report["added"]) == (kept, added)
         assert {entry["file"]: entry["reason"] for entry in report["redone"]} == (redone or {})
         assert {entry["file"]: entry["reason"] for entry in report["removed"]} == (removed or {})
-        loaded, fresh = list(self.loaded), self.output.with_name("fresh")
+        assert not (self.output / "unfinished").exists()
+
+    def is_as_if_made_anew(self):
+        """The same rows as from an empty output folder, and nothing else in the shards."""
+        fresh = self.output.with_name("fresh")
         self.run(output=fresh)
-        rows, expected = (load_prepared(folder).to_list() for folder in (self.output, fresh))
-        assert rows == expected
+        assert list(load_prepared(self.output)) == list(load_prepared(fresh))
         name = "empty_prompt_embeds.safetensors"
         assert (self.output / name).read_bytes() == (fresh / name).read_bytes()
-        assert not (self.output / "unfinished").exists()
+        dataset = load_prepared(self.output)
+        named = {name for column in ("path", "text_path") for name in dataset.unique(column)}
+        assert {f"shards/{path.name}" for path in (self.output / "shards").iterdir()} == named
         shutil.rmtree(fresh)
-        return bool(loaded)
 
 
 @pytest.fixture
@@ -98,12 +109,11 @@ CAPTIONS = ["caption of a", "caption of b", "caption of c", "caption of sub/a"]
 
 
 def test_edited_captions_and_files_are_redone_and_nothing_else_is(preparing, root):
-    assert preparing.expect(looked=EVERYTHING, encoded=EVERYTHING, captions=CAPTIONS, added=5)
+    preparing.expect(looked=EVERYTHING, encoded=EVERYTHING, captions=CAPTIONS, added=5)
     made = (preparing.output / "dataset").stat().st_ino
-    assert not preparing.expect(kept=5), "no weights are loaded where nothing is to be encoded"
     for file in (root / "a.png", root / "a.txt", preparing.pipeline / "vae/config.json"):
         os.utime(file)
-    assert not preparing.expect(kept=5)
+    preparing.expect(kept=5)
     assert (preparing.output / "dataset").stat().st_ino == made
 
     (root / "sub/a.txt").write_text("another caption")
@@ -127,6 +137,7 @@ def test_edited_captions_and_files_are_redone_and_nothing_else_is(preparing, roo
     (root / "a.mp4").rename(root / "moved.mp4")
     (root / "moved.txt").write_text("caption of a")
     preparing.expect(kept=4, added=1, removed={"a.mp4": "it is not in the folder any more"})
+    preparing.is_as_if_made_anew()
     (root / "moved.mp4").write_bytes((root / "moved.mp4").read_bytes()[:1500])
     preparing.run()
     (entry,) = report_of(preparing.output)["removed"]
@@ -153,16 +164,17 @@ def test_other_buckets_fps_and_weights_redo_what_they_change(preparing):
     train_a_little(preparing.pipeline / "text_encoder/model.safetensors")
     reason = "changed: the text encoder or its options"
     preparing.expect(captions=CAPTIONS[:-1], redone=dict.fromkeys(files, reason))
+    preparing.is_as_if_made_anew()
 
 
-# Renames: 0 prepare_files.json, 1-3 the parts [a.mp4, a.png], [x, y], [z], 4 the old dataset away, 5 the new one in.
-@pytest.mark.parametrize(("rename", "encoded"), [(2, ["x", "y", "z"]), (3, ["z"]), (5, [])])
+# Renames: 0-1 prepare_files.json, 2 that of the empty caption, 3 the old dataset away, 4 the new one in.
+@pytest.mark.parametrize(("rename", "encoded"), [(0, ["x", "y"]), (2, []), (3, []), (4, [])])
 def test_a_run_that_ends_at_any_rename_loses_nothing(preparing, root, monkeypatch, rename, encoded):
-    monkeypatch.setattr(prepare_dataset, "SAMPLES_PER_PART", 2)
     preparing.run()
-    for name in ("x", "y", "z"):
+    for name in ("x", "y"):
         still(root / f"{name}.png", ord(name))
     (root / "a.txt").write_text("new caption")
+    train_a_little(preparing.pipeline / "text_encoder/model.safetensors")
     replace, renames = os.replace, []
 
     def stopped(source, target):
@@ -172,20 +184,32 @@ def test_a_run_that_ends_at_any_rename_loses_nothing(preparing, root, monkeypatc
         replace(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepared_rows.os, "replace", stopped)
-        with pytest.raises(SystemExit):
+        patch.setattr(os, "replace", stopped)
+        with pytest.raises(SystemExit) as stop:
             preparing.run()
+    assert stop.value.code == 130
     preparing.run()
-    assert (preparing.encoded, preparing.loaded) == ([f"{name}.png" for name in encoded], [1] if encoded else [])
+    assert sorted(preparing.encoded) == [f"{name}.png" for name in encoded]
+    assert preparing.loaded == (["text", "vae"] if encoded else [])
     report = report_of(preparing.output)
-    assert (report["kept"], report["added"], len(report["redone"])) == (3, 3, 2)
-    assert not (preparing.output / "unfinished").exists()
-    preparing.run(output=preparing.output.with_name("fresh"))
-    assert load_prepared(preparing.output).to_list() == load_prepared(preparing.output.with_name("fresh")).to_list()
+    assert (report["kept"], report["added"], len(report["redone"])) == (0, 2, 5)
+    if rename == 4:
+        preparing.is_as_if_made_anew()
+
+
+def test_shards_that_are_mostly_of_no_use_any_more_are_written_anew_without_encoding(preparing, root):
+    preparing.run()
+    for name in ("a.mp4", "sub/a.mp4", "b.bmp"):
+        (root / name).unlink()
+    before = sum(path.stat().st_size for path in (preparing.output / "shards").iterdir())
+    gone = dict.fromkeys(("a.mp4", "sub/a.mp4", "b.bmp"), "it is not in the folder any more")
+    preparing.expect(kept=2, removed=gone)
+    assert sum(path.stat().st_size for path in (preparing.output / "shards").iterdir()) < before / 2
+    preparing.is_as_if_made_anew()
 
 
 def test_a_file_that_changes_while_it_is_encoded_is_refused_and_taken_the_next_time(preparing, monkeypatch):
-    read = prepare_dataset.read
+    read = sample_plan.read
 
     def edited_meanwhile(path, *rest):
         sample = read(path, *rest)
@@ -194,7 +218,7 @@ def test_a_file_that_changes_while_it_is_encoded_is_refused_and_taken_the_next_t
         return sample
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_dataset, "read", edited_meanwhile)
+        patch.setattr(sample_plan, "read", edited_meanwhile)
         preparing.run()
     assert report_of(preparing.output)["refused"] == [
         {"file": "c.png", "reason": "it was changed while this ran; give the same command again"}
@@ -204,7 +228,9 @@ def test_a_file_that_changes_while_it_is_encoded_is_refused_and_taken_the_next_t
 
 def test_a_dataset_of_other_files_or_without_fingerprints_is_only_replaced_when_asked_to(preparing, root, tmp_path):
     save_prepared(preparing.output, {"1x4x6": 2})
-    with pytest.raises(SystemExit, match=r"has no fingerprints: .* Give another --output_dir, or --overwrite to enc"):
+    with pytest.raises(
+        SystemExit, match=r"is not of this version of the recipe.* Give another --output_dir, or --overwrite to enc"
+    ):
         preparing.run()
     assert len(load_prepared(preparing.output)) == 2
     assert not preparing.loaded
@@ -222,4 +248,4 @@ def test_a_dataset_of_other_files_or_without_fingerprints_is_only_replaced_when_
     assert len(load_prepared(preparing.output)) == 5
     preparing.run("--overwrite")
     assert load_prepared(preparing.output)["file"][:] == ["other.bmp"]
-    assert (preparing.encoded, preparing.captions) == ([], ["", ""]), "the picture was encoded before"
+    assert preparing.encoded == [], "the picture was encoded before"

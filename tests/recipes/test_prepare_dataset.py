@@ -7,12 +7,10 @@ from fractions import Fraction
 from pathlib import Path
 
 import media
-import prepare_dataset
 import pytest
 import torch
 from data_folder import list_samples
 from diffusers import WanPipeline
-from fingerprints import FileRecords
 from make_demo_clips import SAMPLES as DEMO_SAMPLES
 from make_demo_clips import make_demo_clips
 from PIL import Image
@@ -53,6 +51,7 @@ def test_real_clips_become_the_latents_and_embeddings_of_wan(tmp_path, monkeypat
         "added": 4,
         "redone": [],
         "removed": [],
+        "resized": {"same_size": 0, "reduced": 4, "enlarged": [], "cropped": 4},
         "refused": [],
         "buckets": {"5x4x6": 4},
         "without_caption": [],
@@ -129,12 +128,12 @@ def test_the_good_samples_of_a_bad_folder_are_kept_and_all_else_is_listed_before
     refused = {entry["file"]: entry["reason"] for entry in report["refused"]}
     out_of = "leads out of the folder; only files in it are read"
     assert refused == {
-        "metadata.jsonl:2": "a.png has a row already, at line 1; that one counts",
+        "metadata.jsonl:2": "a.png has a row already, at metadata.jsonl:1; that one counts",
         "metadata.jsonl:7": f"../outside.png {out_of}",
         "metadata.jsonl:8": f"{tmp_path}/outside.png {out_of}",
         "metadata.jsonl:9": "no picture or clip gone.png is in the folder",
         "metadata.jsonl:13": 'its "text" must be a string, but it is 3',
-        "metadata.jsonl:14": 'it must be an object with a string "file_name"',
+        "metadata.jsonl:14": "it must be a JSON object",
         "metadata.jsonl:15": "it is not UTF-8; save the file as UTF-8",
         "metadata.jsonl:16": "it is not JSON, or cut short, at column 24",
         "no_row.png": "metadata.jsonl has no row for it",
@@ -156,7 +155,7 @@ def test_the_good_samples_of_a_bad_folder_are_kept_and_all_else_is_listed_before
     words = capsys.readouterr().err
     assert all(f"refused {file}: {reason}\n" in words for file, reason in refused.items())
     assert words.index("4 samples can be used, 13 refused") > words.rindex("refused cut.mp4")
-    assert words.index("4 samples can be used, 13 refused") < words.index("encoding:")
+    assert words.index("4 samples can be used, 13 refused") < words.index("encoding")
 
 
 def test_without_metadata_a_caption_is_the_text_beside_the_file(tmp_path, monkeypatch, stills, tiny_pipeline):
@@ -171,40 +170,6 @@ def test_without_metadata_a_caption_is_the_text_beside_the_file(tmp_path, monkey
     assert report["refused"] == [{"file": "1.png", "reason": "its .txt is not UTF-8; save it as UTF-8"}]
 
 
-def test_an_interrupted_run_leaves_no_dataset_and_goes_on_where_it_was(
-    tmp_path, monkeypatch, capsys, stills, tiny_pipeline
-):
-    monkeypatch.setattr(prepare_dataset, "SAMPLES_PER_PART", 2)
-    run(monkeypatch, stills, tmp_path / "whole", tiny_pipeline)
-    encode, encoded = prepare_dataset.encode_sample, []
-
-    def interrupted_at_the_fourth(root, sample, *rest):
-        if len(encoded) == 3:
-            raise KeyboardInterrupt
-        encoded.append(sample.file)
-        return encode(root, sample, *rest)
-
-    monkeypatch.setattr(prepare_dataset, "encode_sample", interrupted_at_the_fourth)
-    with pytest.raises(SystemExit) as stop:
-        run(monkeypatch, stills, tmp_path / "out", tiny_pipeline)
-    assert stop.value.code == 130
-    assert "interrupted; the same command goes on from here" in capsys.readouterr().err
-    assert not (tmp_path / "out" / "dataset").exists()
-
-    again = []
-    monkeypatch.setattr(prepare_dataset, "encode_sample", lambda *words: again.append(words[1].file) or encode(*words))
-    # Another fps changes no still, so what is there counts.
-    run(monkeypatch, stills, tmp_path / "out", tiny_pipeline, fps="8")
-    assert (encoded, again) == (["0.png", "1.png", "2.png"], ["2.png", "3.png", "4.png"])
-    assert load_prepared(tmp_path / "out").to_list() == load_prepared(tmp_path / "whole").to_list()
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "dataset",
-        "empty_prompt_embeds.safetensors",
-        "prepare_files.json",
-        "prepare_report.json",
-    ]
-
-
 def overflowing_pipeline(tiny_pipeline, folder) -> Path:
     """A copy of the tiny pipeline whose VAE starts with weights so large that all but middle grey overflows."""
     shutil.copytree(tiny_pipeline, folder)
@@ -217,7 +182,6 @@ def overflowing_pipeline(tiny_pipeline, folder) -> Path:
 
 
 def test_a_sample_whose_latent_has_nan_is_refused_by_name(tmp_path, monkeypatch, capsys, tiny_pipeline):
-    monkeypatch.setattr(prepare_dataset, "SAMPLES_PER_PART", 1)  # so that one part has no row
     root = tmp_path / "data"
     root.mkdir()
     for name, tone in (("grey", 127), ("white", 255), ("darker", 126)):
@@ -233,7 +197,7 @@ def test_a_sample_whose_latent_has_nan_is_refused_by_name(tmp_path, monkeypatch,
         (root / f"{name}.png").unlink()
     with pytest.raises(SystemExit, match="No sample could be encoded, for the reasons listed above"):
         run(monkeypatch, root, tmp_path / "none", pipeline)
-    assert [path.name for path in (tmp_path / "none").iterdir()] == ["prepare_files.json"]
+    assert not (tmp_path / "none" / "dataset").exists()
     assert "refused white.png: its latent has NaN or infinity" in capsys.readouterr().err
 
 
@@ -263,15 +227,18 @@ def test_illegal_buckets_are_named_with_the_nearest_legal_ones_before_any_file_i
     ("options", "message"),
     [
         ({"buckets": ["60x104"]}, "frames x height x width in pixels, as 1x60x104 for stills, but it is '60x104'"),
-        ({"buckets": ["big"]}, "frames x height x width in pixels, as 81x480x832, but it is 'big'"),
+        ({"buckets": ["big"]}, "frames x height x width in pixels, as 81x480x832, or is auto, but it is 'big'"),
         ({"fps": "0"}, "--fps must be a positive number such as 16, 23.976 or 30000/1001, but it is 0"),
         ({"fps": "fast"}, "--fps must be a positive number such as 16, 23.976 or 30000/1001, but it is fast"),
         ({"root": "gone"}, "--instance_data_root must be a folder, but "),
         ({"root": "empty"}, "has no picture or clip that can be used"),
-        ({"root": "unusable"}, "metadata.jsonl has no usable row"),
+        ({"root": "unusable"}, "has no usable row. Mend the rows listed above"),
         ({"root": "utf16"}, "metadata.jsonl is UTF-16. Save it as UTF-8"),
-        ({"pipeline": "gone"}, "must be the folder or Hub id of a Wan pipeline: "),
-        ({"pipeline": "other"}, "must be a Wan pipeline, but its VAE is AutoencoderKL."),
+        ({"pipeline": "gone"}, "must be the folder or Hub id of a Wan or SD3 pipeline: "),
+        (
+            {"pipeline": "other"},
+            "must be a Wan or SD3 pipeline, but its VAE and transformer are AutoencoderKL and WanTransformer3DModel.",
+        ),
         ({"max_sequence_length": "0"}, "--max_sequence_length must be 1 or more, but it is 0"),
     ],
 )
@@ -291,7 +258,7 @@ def test_what_the_caller_can_mend_ends_with_a_message_and_no_traceback(
         run(monkeypatch, root, tmp_path / "out", pipeline, *words, **where)
     assert str(error.value.code).startswith("prepare_dataset.py: error: ")
     assert message in str(error.value.code)
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out" / "dataset").exists()
 
 
 def test_the_demo_files_are_the_same_each_time_and_fill_every_bucket_they_were_made_for(tmp_path):
@@ -299,9 +266,10 @@ def test_the_demo_files_are_the_same_each_time_and_fill_every_bucket_they_were_m
     assert [path.read_bytes() for path in paths] == [path.read_bytes() for path in again]
     listing = list_samples(tmp_path / "clips")
     buckets = [media.Bucket(*size) for size in DEMO_SAMPLES]
-    records = FileRecords(tmp_path / "prepare_files.json")
-    planned = prepare_dataset.plan_samples(tmp_path / "clips", listing, Fraction(16), buckets, records)
-    assert Counter(sample.bucket for sample in planned) == DEMO_SAMPLES
-    assert (len(planned), listing.refused, listing.without_caption) == (sum(DEMO_SAMPLES.values()), [], [])
-    assert planned[-1].caption == listing.captions[f"scene_{len(planned) - 1:03d}.mp4"]
-    assert " moving " in planned[-1].caption
+    chosen = Counter(
+        media.choose_bucket(media.look(tmp_path / "clips" / file, Fraction(16), 33), buckets)
+        for file in listing.captions
+    )
+    assert chosen == DEMO_SAMPLES
+    assert (listing.refused, listing.without_caption) == ([], [])
+    assert " moving " in listing.captions[paths[-1].name]

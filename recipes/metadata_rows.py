@@ -1,0 +1,89 @@
+"""What do the rows of a metadata.jsonl, metadata.csv or metadata.parquet say, and which of them cannot be read?"""
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+
+from adaptiveload_hf.errors import UserError
+
+METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+
+
+def read_rows(path: Path) -> Iterator[tuple[int, dict | UserError]]:
+    """Reads one metadata file.
+
+    Args:
+        path: its name is one of METADATA. Text is UTF-8, with or without a byte order mark, with either line end.
+
+    Yields:
+        The line (in parquet: the row, from 1) and what stands there as a dict, or the UserError that says why it
+        cannot be read.
+
+    Raises:
+        UserError: nothing of the file can be read.
+    """
+    try:
+        if path.suffix == ".parquet":
+            yield from enumerate(pyarrow.parquet.read_table(path).to_pylist(), start=1)
+            return
+        content = path.read_bytes()
+    except pyarrow.ArrowInvalid as error:
+        raise UserError(f"{path} is no whole parquet file: {error}") from error
+    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise UserError(f"{path} is UTF-16. Save it as UTF-8.")
+    content = content.removeprefix(b"\xef\xbb\xbf")
+    yield from _json_lines(content) if path.suffix == ".jsonl" else _csv_lines(content)
+
+
+def _json_lines(content: bytes):
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if line.strip():
+            yield number, _json_object(line)
+
+
+def _json_object(line: bytes) -> dict | UserError:
+    try:
+        row = json.loads(line.decode())
+    except UnicodeDecodeError:
+        return UserError("it is not UTF-8; save the file as UTF-8")
+    except json.JSONDecodeError as error:
+        return UserError(f"it is not JSON, or cut short, at column {error.colno}")
+    except RecursionError:
+        return UserError("its JSON is nested too deeply")
+    return row if isinstance(row, dict) else UserError("it must be a JSON object")
+
+
+def _csv_lines(content: bytes):
+    lines = csv.reader(io.StringIO(content.decode("utf-8", "surrogateescape"), newline=""), strict=True)
+    header, begins = None, 1
+    while True:
+        try:
+            fields = next(lines)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield begins, UserError(f"it is no CSV, and perhaps what follows is lost with it: {error}")
+            begins = lines.line_num + 1
+            continue
+        if fields and header is None:
+            header = fields
+        elif fields and len(fields) != len(header):
+            yield begins, UserError(f"it has {len(fields)} fields, but the first line has {len(header)}")
+        elif fields and not "".join(fields).isascii() and not _is_utf8("".join(fields)):
+            yield begins, UserError("it is not UTF-8; save the file as UTF-8")
+        elif fields:
+            yield begins, dict(zip(header, fields))
+        begins = lines.line_num + 1
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

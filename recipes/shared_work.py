@@ -1,0 +1,68 @@
+"""How do the processes of one launch, and the threads of each, share a list of work?"""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object
+
+from adaptiveload_hf import make_accelerator
+from adaptiveload_hf.errors import UserError
+
+
+def join_processes() -> Accelerator:
+    """The Accelerator of a launch whose processes may work for days before they meet again."""
+    return make_accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=30))])
+
+
+def own_share(accelerator: Accelerator, items: Sequence) -> list:
+    """Every W-th item, so that neighbours of about equal cost are dealt evenly."""
+    return list(items[accelerator.process_index :: accelerator.num_processes])
+
+
+def gather(accelerator: Accelerator, value) -> list:
+    """The values of all processes, on each, by rank."""
+    return gather_object([value])
+
+
+def on_main(accelerator: Accelerator, function: Callable):
+    """What the function returns on the main process, on all of them."""
+    result = [function() if accelerator.is_main_process else None]
+    return broadcast_object_list(result)[0]
+
+
+def in_threads(accelerator: Accelerator, function: Callable, items: Iterable, ahead: int = 4) -> Iterator[tuple]:
+    """Calls the function in threads, for decoding and hashing, which do not hold Python's lock.
+
+    Args:
+        accelerator: says how many processes share this machine's cores.
+        function: called with each item.
+        items: taken as results are.
+        ahead: at most so many results wait to be taken.
+
+    Yields:
+        (item, what the function returned or the UserError that it raised), in the items' order.
+    """
+
+    def call(item):
+        try:
+            return function(item)
+        except UserError as error:
+            return error
+
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    pool = ThreadPoolExecutor(max(1, min(ahead, len(os.sched_getaffinity(0)) // processes)))
+    waiting = deque()
+    try:
+        for item in items:
+            waiting.append((item, pool.submit(call, item)))
+            if len(waiting) > ahead:
+                done, result = waiting.popleft()
+                yield done, result.result()
+        for done, result in waiting:
+            yield done, result.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
