@@ -5,21 +5,24 @@ import warnings
 
 import typer
 
+from .commands.count import count
 from .commands.fit import fit
 from .commands.plan import plan
+from .commands.push import push
 from .commands.report import report
+from .commands.scan import scan
 from .commands.simulate import simulate
 from .errors import exit_on_user_error
 from .tables import say
 
 app = typer.Typer(
-    help="Fit what a training step costs, plan batch sizes, predict the gain, and look at a run.",
+    help="Scan a dataset, fit what a training step costs, plan batch sizes, predict the gain, look at it, share it.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     add_completion=False,
     no_args_is_help=True,
 )
-for command in (fit, plan, simulate, report):
+for command in (scan, fit, count, plan, simulate, report, push):
     app.command()(command)
 
 

@@ -319,6 +319,10 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
             baseline=baseline,
         )
 
+    def assumptions(self, world_size, memory_limit_gib=None):
+        """What a plan for so many ranks takes for granted: memory limit, other ranks or GPU than measured."""
+        return self._plan_options(world_size, memory_limit_gib)[1]
+
     def check_environment(self, environment, model=None):
         """
         List where this config was measured otherwise than it is to be used.

@@ -5,7 +5,15 @@ import shlex
 import time
 from pathlib import Path
 
-from huggingface_hub import create_branch, create_repo, model_info, snapshot_download, upload_folder, whoami
+from huggingface_hub import (
+    HfFileSystem,
+    create_branch,
+    create_repo,
+    model_info,
+    snapshot_download,
+    upload_folder,
+    whoami,
+)
 from huggingface_hub.errors import (
     EntryNotFoundError,
     HfHubHTTPError,
@@ -73,6 +81,48 @@ def download(repo_id, files, *, revision, **options):
             f"{repo_id} is no folder here and could not be loaded from the Hub: {error}\n"
             "Check the connection, or give a folder."
         ) from error
+
+
+def read_dataset_column(repo_id, column):
+    """
+    One column of a dataset on the Hub. Of its Parquet files only this column's bytes are fetched.
+
+    Args:
+        repo_id: "user/repo", a dataset repository.
+        column: name.
+
+    Returns: `datasets.Dataset` with that column.
+
+    Raises:
+        UserError: no such dataset, no Parquet files, another set of columns, or no connection.
+    """
+    import datasets
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        hub = HfFileSystem()
+        hub.info(f"datasets/{repo_id}")
+        tables = []
+        for path in sorted(hub.glob(f"datasets/{repo_id}/**/*.parquet")):
+            with hub.open(path, "rb") as stream:
+                file = pyarrow.parquet.ParquetFile(stream)
+                if column not in file.schema_arrow.names:
+                    raise UserError(f"{path} has no column {column!r}, but {', '.join(file.schema_arrow.names)}.")
+                tables.append(file.read([column]))
+    except (FileNotFoundError, RepositoryNotFoundError) as error:
+        raise UserError(
+            f"{repo_id} is nothing here and no dataset on the Hub that you may read. Check the spelling; for a "
+            "private one log in with `hf auth login`."
+        ) from error
+    except _HUB_FAILURES as error:
+        raise UserError(f"The dataset {repo_id} could not be read from the Hub: {_one_line(error)}.") from error
+    if not tables:
+        raise UserError(
+            f"{repo_id} has no Parquet files. Download it and scan the folder: hf download {repo_id} --repo-type "
+            "dataset --local-dir FOLDER"
+        )
+    return datasets.Dataset(pyarrow.concat_tables(tables))
 
 
 def full_id(repo_id, *, token=None):

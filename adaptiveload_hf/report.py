@@ -19,6 +19,7 @@ from .load_figures import BOUND_BY, buckets_png, ranks_png
 from .run_figures import run_png
 
 METRICS_FILE = "metrics.jsonl"
+_MOST_FINDINGS = 10
 _TITLE = "What training on this dataset costs"
 _STYLE = """
 body { font: 16px/1.55 system-ui, sans-serif; max-width: 72em; margin: 2em auto; padding: 0 1em; color: #222; }
@@ -48,7 +49,9 @@ _WORDS = {
 }
 
 
-def write_report(output, config, shape_counts, *, world_size, gradient_accumulation_steps, run=None, **options):
+def write_report(
+    output, config, shape_counts, *, world_size, gradient_accumulation_steps, run=None, vae_scale=(4, 8), **options
+):
     """
     Write the page, and its pictures into a folder beside it.
 
@@ -59,6 +62,7 @@ def write_report(output, config, shape_counts, *, world_size, gradient_accumulat
         world_size: data ranks W.
         gradient_accumulation_steps: K.
         run: folder with `metrics.jsonl`, or None.
+        vae_scale: frames and pixels that one latent stands for.
         options: further arguments of `config.plan`.
 
     Returns: (the files written, the page first; problems of the run's metrics, each named by its line, list[str]).
@@ -88,7 +92,7 @@ def write_report(output, config, shape_counts, *, world_size, gradient_accumulat
         f"<p>{_sentence(config, shape_counts, **ranks)}</p>",
         _facts(*map(simulate, schedules.values()), unit),
         *_load(picture, plan, schedules, unit),
-        *_plan(picture, plan, config, options.get("memory_limit_gib"), unit),
+        *_plan(picture, plan, config, options.get("memory_limit_gib"), unit, vae_scale),
         *_cost(picture, config),
         *_run(picture, records, problems, run),
         "<h2>Words</h2>\n<dl>" + "".join(f"<dt>{w}</dt><dd>{m}</dd>" for w, m in _WORDS.items()) + "</dl>",
@@ -222,7 +226,7 @@ def _load(picture, plan, schedules, unit):
     )
 
 
-def _plan(picture, plan, config, memory_limit_gib, unit):
+def _plan(picture, plan, config, memory_limit_gib, unit, vae_scale):
     yield "<h2>Batch size of each bucket, and what limits it</h2>"
     if memory_limit_gib is None and config.memory_model is not None:
         memory_limit_gib, _ = memory_limit(config.environment)
@@ -233,7 +237,7 @@ def _plan(picture, plan, config, memory_limit_gib, unit):
     rows = [
         (
             bucket.shape,
-            bucket.shape.pixels(),
+            bucket.shape.pixels(*vae_scale),
             f"{bucket.tokens:,}",
             f"{bucket.count:,}",
             bucket.batch_size,
@@ -276,6 +280,10 @@ def _run(picture, records, problems, run):
     name = escape(Path(run).resolve().name)
     yield f"<p>{len(records)} optimizer steps of {name}, the last is {records[-1]['step']}.</p>"
     yield picture("run", run_png(records), "loss, seconds, throughput and balance by optimizer step")
+    said = [(record["step"], words) for record in records for words in record.get("findings") or ()]
+    if said:
+        listed = "".join(f"<li>step {step}: {escape(str(words))}</li>" for step, words in said[-_MOST_FINDINGS:])
+        yield f"<p>What the run said last:</p><ul>{listed}</ul>"
     if problems:
         yield '<ul class="problems">' + "".join(f"<li>{escape(problem)}</li>" for problem in problems) + "</ul>"
 

@@ -2,15 +2,20 @@
 
 import numpy as np
 
-from .figures import LIMIT, OTHER, TEXT, USED, new_figure, tidy, to_png
+from .figures import LIMIT, OTHER, PAPER, TEXT, USED, new_figure, tidy, to_png
 
-# Key of metrics.jsonl -> (title, whether 0 belongs on the axis); those that a run has not written are left out.
-_PANELS = {
-    "loss": ("loss", False),
-    "seconds": ("seconds of an optimizer step", True),
-    "samples_per_second": ("samples a second, all ranks", True),
-    "balance_efficiency": ("predicted balance efficiency: share of the ranks' time that is work", False),
-}
+# Title, whether 0 belongs on the axis, and the keys of metrics.jsonl with their words; the first one is drawn with its
+# mean. What a run has not written is left out.
+_PANELS = (
+    ("loss", False, {"loss": "of a step"}),
+    ("seconds of an optimizer step", True, {"seconds": "measured", "predicted_seconds": "predicted"}),
+    ("samples a second, all ranks", True, {"samples_per_second": "of a step"}),
+    (
+        "balance efficiency: share of the ranks' time that is work",
+        False,
+        {"balance_efficiency": "predicted", "measured_balance_efficiency": "measured"},
+    ),
+)
 _FEWEST_FOR_MEAN = 24
 
 
@@ -23,29 +28,36 @@ def run_png(records):
 
     Returns: PNG, bytes.
     """
-    panels = {key: words for key, words in _PANELS.items() if any(_is_number(r.get(key)) for r in records)}
+    panels = [panel for panel in _PANELS if _series(records, next(iter(panel[2])))[0]]
     figure = new_figure(11, 0.6 + 1.9 * len(panels))
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
-    for axis, (key, (title, from_zero)) in zip(axes, panels.items()):
-        steps, values = _series(records, key)
-        axis.plot(steps, values, color=OTHER, linewidth=0.9, marker="." if len(steps) < 60 else None)
-        window = len(values) // 8
-        if len(values) >= _FEWEST_FOR_MEAN:
-            mean = np.convolve(values, np.full(window, 1 / window), mode="valid")
-            axis.plot(steps[window - 1 :], mean, color=USED, linewidth=2, label=f"mean of the last {window} steps")
-        if key == "seconds":
-            waited = _series(records, "data_wait_seconds")
-            if len(waited[0]):
-                axis.fill_between(*waited, color=LIMIT, alpha=0.6, linewidth=0, label="of it waiting for data")
+    for axis, (title, from_zero, keys) in zip(axes, panels):
+        _draw_panel(axis, records, keys)
         tidy(axis, title)
         if from_zero:
-            axis.set_ylim(0, 1.1 * max(values))
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(
-                fontsize=9, frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.2
-            )
+            axis.set_ylim(bottom=0)
+        place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
+        axis.legend(**place, fontsize=9, frameon=False, ncols=4)
     axes[-1].set_xlabel("optimizer step", color=TEXT)
     return to_png(figure)
+
+
+def _draw_panel(axis, records, keys):
+    (first, words), *others = keys.items()
+    steps, values = _series(records, first)
+    axis.plot(steps, values, color=OTHER, linewidth=0.9, marker="." if len(steps) < 60 else None, label=words)
+    for key, words in others:
+        found = _series(records, key)
+        if found[0]:
+            axis.plot(*found, color=PAPER, linewidth=1.2, label=words)
+    if len(values) >= _FEWEST_FOR_MEAN:
+        window = len(values) // 8
+        mean = np.convolve(values, np.full(window, 1 / window), mode="valid")
+        axis.plot(steps[window - 1 :], mean, color=USED, linewidth=2, label=f"mean of the last {window} steps")
+    if first == "seconds":
+        waited = _series(records, "data_wait_seconds")
+        if waited[0]:
+            axis.fill_between(*waited, color=LIMIT, alpha=0.6, linewidth=0, label="of it waiting for data")
 
 
 def _series(records, key):

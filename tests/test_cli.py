@@ -61,7 +61,7 @@ def test_fit_writes_a_config_and_prints_its_laws(run, files):
     assert status == 0
     assert out.splitlines()[0].split()[:3] == ["law", "kind", "parameters"]
     assert "roofline" in out and "power_law" in out
-    assert err.splitlines()[-1] == "next: adaptiveload plan fitted --dataset PREPARED --world-size 8"
+    assert err.splitlines()[-1] == "next: adaptiveload plan fitted --dataset DATASET --world-size 8"
     assert BucketConfig.from_pretrained(files / "fitted").measurements == measure()
 
 
@@ -148,7 +148,13 @@ def test_simulate_shows_the_baseline_first_and_dealing_by_cost_ahead_of_it(run):
     efficiency = {(row["policy"], row["balance"]): row["balance_efficiency"] for row in rows}
     assert efficiency["dual", "step"] > efficiency["equal_token", "none"]
     assert len(efficiency) == len(rows)
-    assert err.splitlines()[-1].startswith("next: accelerate launch recipes/train_wan.py --bucket_config config ")
+    assert "Measured on 8 ranks, planned for 4: a micro-batch is assumed to take as long there" in err
+    assert "FSDP2 shards over 4 ranks instead of 8: " in err
+    assert err.splitlines()[-1] == (
+        "next: accelerate launch --config_file accelerate_configs/fsdp2.yaml recipes/train_wan.py "
+        "--bucket_config config --output_dir run --pretrained_model_name_or_path Wan-AI/Wan2.1-T2V-1.3B-Diffusers --dataset prepared "
+        "--gradient_accumulation_steps 2"
+    )
 
 
 def test_simulate_crosses_policies_balances_ranks_and_accumulation(run):
@@ -194,7 +200,7 @@ def test_json_is_all_of_stdout(run, command):
     assert json.loads(out)
 
 
-@pytest.mark.parametrize("command", ["fit", "plan", "simulate", "report"])
+@pytest.mark.parametrize("command", ["scan", "fit", "count", "plan", "simulate", "report", "push"])
 def test_help_shows_an_example(run, command):
     status, out, _ = run(command, "--help")
     assert status == 0
@@ -205,7 +211,7 @@ def test_help_shows_an_example(run, command):
     ("arguments", "words"),
     [
         (("plan", "nowhere", "--shapes", "shapes.json"), "There is no folder nowhere, and a Hub id would read"),
-        (("plan", "config", "--dataset", "nowhere"), "Expected a prepared dataset in nowhere"),
+        (("plan", "config", "--dataset", "nowhere"), "There is no nowhere. Give a folder, tar shards, or the Hub id"),
         (("plan", "config", "--shapes", "nowhere.json"), "There is no file nowhere.json"),
         ((*PLAN, "--memory-limit-gib", "4"), "21x60x104"),
         ((*PLAN[:-1], "512"), "512 ranks"),
@@ -255,7 +261,7 @@ def test_a_file_of_shapes_that_cannot_be_used_is_named(run, files, content, word
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("plan", "config"), "give either --dataset PREPARED or --shapes FILE"),
+        (("plan", "config"), "give either --dataset DATASET or --shapes FILE"),
         ((*PLAN, "--shapes", "shapes.json"), "give either"),
         ((*PLAN, "--target-seconds", "soon"), "a number or auto, not 'soon'"),
         ((*FIT, "--patch-size", "2x2"), "three numbers such as 1x2x2, not '2x2'"),

@@ -1,14 +1,17 @@
 """Do configs and models reach the Hub and come back over real HTTP, and is every failure said plainly?"""
 
+import contextlib
+import io
+import json
 import shlex
 
 import pytest
 import torch.multiprocessing
-from support.hub_server import READ_TOKEN, WRITE_TOKEN, LocalHub, local_hub, sha256, visit, visited_hub
+from support.hub_server import READ_TOKEN, WRITE_TOKEN, LocalHub, Repository, local_hub, sha256, visit, visited_hub
 from support.measured import make_config
 from support.worlds import on_ranks
 
-from adaptiveload_hf import BucketConfig, UserError
+from adaptiveload_hf import BucketConfig, UserError, cli
 from adaptiveload_hf.distributed import all_ranks_fail_together, make_accelerator
 from adaptiveload_hf.hub import is_hub_id, push_folder
 
@@ -266,3 +269,51 @@ def test_a_local_folder_that_reads_like_a_hub_id_is_none(tmp_path, monkeypatch):
     (tmp_path / "runs" / "wan").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert not is_hub_id("runs/wan")
+
+
+def command(*arguments):
+    """(exit status, stdout, stderr) of an `adaptiveload` command in this process."""
+    with pytest.MonkeyPatch.context() as monkeypatch, contextlib.ExitStack() as streams:
+        out, err = streams.enter_context(contextlib.redirect_stdout(Output())), io.StringIO()
+        streams.enter_context(contextlib.redirect_stderr(err))
+        monkeypatch.setattr("sys.argv", ["adaptiveload", *map(str, arguments)])
+        monkeypatch.setattr("warnings.showwarning", print)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    words = ended.value.code if isinstance(ended.value.code, str) else ""
+    return 1 if words else ended.value.code, out.getvalue(), err.getvalue() + words
+
+
+class Output(io.StringIO):
+    def reconfigure(self, **_):
+        """As sys.stdout's."""
+
+
+def test_commands_push_and_plan_from_a_branch(hub, config, tmp_path, monkeypatch):
+    config.save_pretrained(tmp_path / "config")
+    (tmp_path / "shapes.json").write_text('{"1x60x104": 300, "21x60x104": 40}')
+    monkeypatch.setenv("HF_TOKEN", WRITE_TOKEN)
+    status, out, err = command("push", tmp_path / "config", "someone/wan", "--private", "--revision", "trial")
+    assert status == 0 and out.startswith(f"{hub.url}/someone/wan/commit/")
+    assert err.splitlines()[-1] == "next: adaptiveload plan someone/wan --dataset DATASET --world-size 8"
+    assert hub.repositories["someone/wan"].private and not hub.files("someone/wan")
+    options = ("--shapes", tmp_path / "shapes.json", "--world-size", 8)
+    status, out, err = command("plan", "someone/wan", *options, "--revision", "trial")
+    assert status == 0 and "21x60x104" in out and "--revision trial" in err.splitlines()[-1]
+    assert command("plan", "someone/wan", *options)[0] == 1
+    hub.fail(COMMIT, 403)
+    status, out, err = command("push", tmp_path / "config", "someone/other")
+    assert (status, out) == (1, "") and "To upload it later: hf upload someone/other" in err
+
+
+def test_a_config_is_counted_from_a_model_on_the_hub(hub, tmp_path):
+    hub.repositories["someone/pipe"] = Repository()
+    hub.repositories["someone/pipe"].add({"transformer/config.json": json.dumps(WAN).encode(), "vae/big": bytes(9)})
+    sizes = ("--batch-size", "1x60x104=8", "--batch-size", "21x60x104=1")
+    status, out, err = command("count", "someone/pipe", "--output", tmp_path / "counted", *sizes)
+    assert status == 0 and "WanTransformer3DModel" in out and "counted, not measured" in err
+    assert "GET /someone/pipe/resolve" not in " ".join(r for r in hub.requests if "vae" in r)
+    counted = BucketConfig.from_pretrained(tmp_path / "counted")
+    assert {str(shape): size for shape, size in counted.batch_sizes.items()} == {"1x60x104": 8, "21x60x104": 1}
+    status, _, err = command("count", "someone/pipe", "--output", tmp_path / "x", "--batch-size", "21x60x104")
+    assert status == 1 and "--batch-size takes a shape and a number, such as 21x60x104=1" in err

@@ -50,12 +50,15 @@ LAYERS = [
     {"card", "adaln.families", "adaln.pairs", "buckets.training_log", "buckets.workload"},
     {"adaln.registry", "adaln.rewrite", "buckets.plan", "buckets.schedule", "buckets.tar_index"},
     {"adaln.schemas", "buckets.ranks", "buckets.simulate", "buckets.sources", "config_file"},
-    {"adaln.ops", "buckets.sampler", "config", "distributed", "report", "restart"},
+    {"adaln.ops", "buckets.sampler", "config", "distributed", "report", "restart", "scan"},
     {"adaln.forwards", "benchmark", "monitor"},
     {"adaln.attention", "adaln.patch_report"},
     {"adaln.patch"},
     {"commands.arguments"},
-    {"commands.fit", "commands.plan", "commands.report", "commands.simulate"},
+    {
+        *("commands.count", "commands.fit", "commands.plan", "commands.push", "commands.report", "commands.scan"),
+        "commands.simulate",
+    },
     {"cli"},
 ]
 

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -10,38 +10,52 @@ from ..errors import UserError
 from ..tables import say
 
 Config = Annotated[str, typer.Argument(metavar="CONFIG", help="Bucket config: a folder or a Hub id (user/repo).")]
-Dataset = Annotated[Path | None, typer.Option(metavar="PREPARED", help="Output folder of prepare_dataset.py.")]
-Shapes = Annotated[Path | None, typer.Option(metavar="FILE", help='Instead: JSON {"21x60x104": samples, ...}.')]
+Dataset = Annotated[str | None, typer.Option(metavar="DATASET", help="What `adaptiveload scan` takes.")]
+Shapes = Annotated[
+    Path | None, typer.Option(metavar="FILE", help='Instead: JSON {"21x60x104": samples, ...}, or of scan --json.')
+]
+Revision = Annotated[str | None, typer.Option(help="Of a Hub id: branch, tag or commit. Default: main.")]
 WorldSize = Annotated[int | None, typer.Option(min=1, help="Data ranks. Default: those of the measurement.")]
 Accumulation = Annotated[
     int | None, typer.Option(min=1, help="Micro-steps in an optimizer step. Default: those of the measurement.")
 ]
-MemoryLimit = Annotated[float | None, typer.Option(min=0.1, help="Default: 90% of the measured GPU's memory.")]
+MemoryLimit = Annotated[float | None, typer.Option(min=0.1, help="Default: 90% of the GPU's memory.")]
 TargetSeconds = Annotated[str, typer.Option(metavar="SECONDS|auto", help="Largest time of a micro-batch.")]
 SamplesPerStep = Annotated[
     float | None, typer.Option(min=1, help="Choose that time such that an optimizer step holds about so many samples.")
 ]
 Extrapolate = Annotated[bool, typer.Option(help="Allow shapes outside the measured range of tokens.")]
+PatchSize = Annotated[str, typer.Option(metavar="FxHxW", help="The model's patch size.")]
+TextTokens = Annotated[int, typer.Option(min=0, help="Text tokens that join the attention (Wan: 0).")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
-def load(config, dataset, shapes):
-    """(BucketConfig, samples by shape)."""
-    from ..buckets import shapes as reading
-    from ..buckets.sources import load_prepared
+class Samples(NamedTuple):
+    """Samples by `LatentShape`, and the frames and pixels that one latent stands for."""
+
+    counts: dict
+    vae_scale: tuple
+
+
+def load(config, dataset, shapes, revision):
+    """(BucketConfig, Samples)."""
     from ..config import BucketConfig
+    from ..scan import scan
 
     if (dataset is None) == (shapes is None):
-        raise typer.BadParameter("give either --dataset PREPARED or --shapes FILE")
-    loaded = BucketConfig.from_pretrained(config)
-    if dataset is not None:
-        counts = reading.shape_counts(reading.read_shapes(load_prepared(dataset)))
-    else:
-        counts = _read_counts(shapes)
-    return loaded, counts
+        raise typer.BadParameter("give either --dataset DATASET or --shapes FILE")
+    loaded = BucketConfig.from_pretrained(config, revision=revision)
+    if dataset is None:
+        return loaded, _read_samples(shapes)
+    found = scan(dataset)
+    for problem in found.problems:
+        say(f"not counted: {problem}")
+    if found.kind == "clips and pictures":
+        say("clips and pictures are counted in the largest shape that they fill; prepare them before training")
+    return loaded, Samples(found.counts, found.vae_scale)
 
 
-def _read_counts(path):
+def _read_samples(path):
     from ..buckets.shapes import LatentShape
 
     if not path.is_file():
@@ -50,6 +64,8 @@ def _read_counts(path):
         counts = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f'{path} is no JSON ({error}). It must read like {{"21x60x104": 120}}.') from None
+    scanned = counts if isinstance(counts, dict) and "shapes" in counts else {"shapes": counts}
+    counts, scale = scanned["shapes"], tuple(scanned.get("vae_scale", (4, 8)))
     if not isinstance(counts, dict) or not counts:
         raise UserError(f'{path} must hold a JSON object with shapes, such as {{"21x60x104": 120}}.')
     for shape, count in counts.items():
@@ -57,7 +73,7 @@ def _read_counts(path):
             raise UserError(
                 f"{path}: the samples of {shape} must be a positive whole number, below 2^31, but are {count!r}."
             )
-    return {LatentShape.parse(shape): count for shape, count in counts.items()}
+    return Samples({LatentShape.parse(shape): count for shape, count in counts.items()}, scale)
 
 
 def ranks_of(config, world_size, gradient_accumulation_steps):
@@ -88,3 +104,13 @@ def source_options(dataset, shapes):
 
 def rank_options(ranks):
     return [word for name, value in ranks.items() for word in ("--" + name.replace("_", "-"), str(value))]
+
+
+def parse_geometry(patch_size, text_tokens):
+    from ..buckets.shapes import TokenGeometry
+
+    try:
+        frames, height, width = map(int, patch_size.split("x"))
+    except ValueError:
+        raise typer.BadParameter(f"--patch-size takes three numbers such as 1x2x2, not {patch_size!r}") from None
+    return TokenGeometry((frames, height, width), text_tokens)

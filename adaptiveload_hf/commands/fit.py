@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..tables import print_json, print_table, say, say_next
-from .arguments import AsJson
+from .arguments import AsJson, PatchSize, TextTokens, parse_geometry
 
 
 def fit(
@@ -19,8 +19,8 @@ def fit(
     from_log: Annotated[
         Path | None, typer.Option(metavar="LOG", help="Instead: metrics.jsonl of a training run.")
     ] = None,
-    patch_size: Annotated[str, typer.Option(metavar="FxHxW", help="The model's patch size.")] = "1x2x2",
-    text_tokens: Annotated[int, typer.Option(min=0, help="Text tokens that join the attention (Wan: 0).")] = 0,
+    patch_size: PatchSize = "1x2x2",
+    text_tokens: TextTokens = 0,
     as_json: AsJson = False,
 ):
     """Fit the cost and memory laws to measurements, or the cost to a training run, and write a bucket config.
@@ -39,7 +39,7 @@ def fit(
     if (measurements is None) == (from_log is None):
         raise typer.BadParameter("give either MEASUREMENTS or --from-log LOG")
     source = measurements or from_log
-    origin = {"model": {}, "environment": {}, "geometry": _geometry(patch_size, text_tokens)}
+    origin = {"model": {}, "environment": {}, "geometry": parse_geometry(patch_size, text_tokens)}
     origin["origin"] = "benchmark" if from_log is None else "training_log"
     if source.with_name(CONFIG_FILE).is_file():
         known = BucketConfig.from_pretrained(source.parent)
@@ -56,17 +56,7 @@ def fit(
     _print_fit(config, fitted, describe_measurements(measured) if from_log is None else [], as_json)
     kind = "measurements" if from_log is None else "optimizer steps"
     say(f"{len(fitted.steps.names)} {kind} fitted; the bucket config is in {output}")
-    say_next("adaptiveload", "plan", str(output), "--dataset", "PREPARED", "--world-size", "8")
-
-
-def _geometry(patch_size, text_tokens):
-    from ..buckets.shapes import TokenGeometry
-
-    try:
-        frames, height, width = map(int, patch_size.split("x"))
-    except ValueError:
-        raise typer.BadParameter(f"--patch-size takes three numbers such as 1x2x2, not {patch_size!r}") from None
-    return TokenGeometry((frames, height, width), text_tokens)
+    say_next("adaptiveload", "plan", str(output), "--dataset", "DATASET", "--world-size", "8")
 
 
 def _fit_measurements(path):

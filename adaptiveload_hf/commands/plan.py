@@ -12,6 +12,7 @@ from .arguments import (
     Dataset,
     Extrapolate,
     MemoryLimit,
+    Revision,
     SamplesPerStep,
     Shapes,
     TargetSeconds,
@@ -28,6 +29,7 @@ def plan(
     config: Config,
     dataset: Dataset = None,
     shapes: Shapes = None,
+    revision: Revision = None,
     world_size: WorldSize = None,
     gradient_accumulation_steps: Accumulation = None,
     memory_limit_gib: MemoryLimit = None,
@@ -45,10 +47,10 @@ def plan(
     Example:
       adaptiveload plan config --dataset prepared --world-size 8 --gradient-accumulation-steps 2
     """
-    loaded, counts = load(config, dataset, shapes)
+    loaded, samples = load(config, dataset, shapes, revision)
     ranks = ranks_of(loaded, world_size, gradient_accumulation_steps)
     made = loaded.plan(
-        counts,
+        samples.counts,
         **ranks,
         memory_limit_gib=memory_limit_gib,
         target_seconds=parse_target(target_seconds),
@@ -61,18 +63,18 @@ def plan(
         print_json(in_unit(made.to_dict(), unit))
     else:
         header = ("shape", "pixels", "tokens", "samples", "batch size", unit, "GiB", "bound by")
-        print_table(header, [_bucket_row(bucket) for bucket in made.buckets])
+        print_table(header, [_bucket_row(bucket, samples.vae_scale) for bucket in made.buckets])
     for finding in made.findings:
         say(finding)
     options = [*source_options(dataset, shapes), *rank_options(ranks)]
     options += ["--memory-limit-gib", f"{memory_limit_gib:g}"] if memory_limit_gib is not None else []
+    options += ["--revision", revision] if revision is not None else []
     options += ["--samples-per-step", f"{samples_per_step:g}"] if samples_per_step is not None else []
     options += ["--allow-extrapolation"] if allow_extrapolation else []
     say_next("adaptiveload", "simulate", config, *options)
 
 
-def _bucket_row(bucket):
+def _bucket_row(bucket, vae_scale):
     gib = "-" if bucket.gib is None else f"{bucket.gib:.1f}"
-    seconds = f"{bucket.seconds:.4g}"
-    shape = bucket.shape
-    return shape, shape.pixels(), bucket.tokens, bucket.count, bucket.batch_size, seconds, gib, bucket.bound_by
+    sizes = bucket.shape, bucket.shape.pixels(*vae_scale), bucket.tokens, bucket.count, bucket.batch_size
+    return *sizes, f"{bucket.seconds:.4g}", gib, bucket.bound_by

@@ -14,6 +14,7 @@ from .arguments import (
     Dataset,
     Extrapolate,
     MemoryLimit,
+    Revision,
     SamplesPerStep,
     Shapes,
     WorldSize,
@@ -27,6 +28,7 @@ def report(
     output: Annotated[Path, typer.Option(metavar="FILE", help="The HTML file to write.")],
     dataset: Dataset = None,
     shapes: Shapes = None,
+    revision: Revision = None,
     run: Annotated[Path | None, typer.Option(metavar="RUN", help="Output folder of a training run.")] = None,
     world_size: WorldSize = None,
     gradient_accumulation_steps: Accumulation = None,
@@ -45,12 +47,11 @@ def report(
     """
     from ..report import write_report
 
-    loaded, counts = load(config, dataset, shapes)
+    loaded, samples = load(config, dataset, shapes, revision)
     ranks = ranks_of(loaded, world_size, gradient_accumulation_steps)
     limits = {"memory_limit_gib": memory_limit_gib, "samples_per_step": samples_per_step}
-    written, problems = write_report(
-        output, loaded, counts, run=run, **ranks, **limits, allow_extrapolation=allow_extrapolation
-    )
+    options = {**ranks, **limits, "allow_extrapolation": allow_extrapolation}
+    written, problems = write_report(output, loaded, samples.counts, run=run, vae_scale=samples.vae_scale, **options)
     for problem in problems:
         warnings.warn(problem, stacklevel=1)
     if as_json:

@@ -5,13 +5,14 @@ from typing import Annotated
 
 import typer
 
-from ..tables import in_unit, print_json, print_table, say_next
+from ..tables import in_unit, print_json, print_table, say, say_next
 from .arguments import (
     AsJson,
     Config,
     Dataset,
     Extrapolate,
     MemoryLimit,
+    Revision,
     SamplesPerStep,
     Shapes,
     TargetSeconds,
@@ -20,6 +21,7 @@ from .arguments import (
     ranks_of,
 )
 
+_LAUNCH_CONFIGS = ("single", "ddp", "fsdp2", "hsdp")  # files in accelerate_configs/
 _COLUMNS = {  # key of `simulate --json` -> (column, format); those that a row lacks are left out
     "policy": ("policy", "{}"),
     "balance": ("balance", "{}"),
@@ -46,6 +48,7 @@ def simulate(
     config: Config,
     dataset: Dataset = None,
     shapes: Shapes = None,
+    revision: Revision = None,
     world_size: Annotated[list[int] | None, typer.Option(min=1, help="Data ranks; may be repeated.")] = None,
     gradient_accumulation_steps: Annotated[
         list[int] | None, typer.Option(min=1, help="Micro-steps in an optimizer step; may be repeated.")
@@ -70,11 +73,11 @@ def simulate(
     """
     from ..buckets.simulate import BALANCES
 
-    loaded, counts = load(config, dataset, shapes)
+    loaded, samples = load(config, dataset, shapes, revision)
     ranks = ranks_of(loaded, world_size or None, gradient_accumulation_steps or None)
     world_sizes, accumulations = (n if isinstance(n, list) else [n] for n in ranks.values())
     rows = loaded.compare(
-        counts,
+        samples.counts,
         policies=policy or None,
         balances=balance or BALANCES,
         world_sizes=world_sizes,
@@ -90,9 +93,18 @@ def simulate(
     else:
         columns = [name for name in _COLUMNS if name in rows[0]]
         print_table([_COLUMNS[n][0] for n in columns], [[_COLUMNS[n][1].format(r[n]) for n in columns] for r in rows])
-    recipe = ("accelerate", "launch", "recipes/train_wan.py", "--bucket_config", config, "--output_dir", "run")
-    data = ("--dataset", str(dataset or "PREPARED"), "--pretrained_model_name_or_path", "PIPELINE")
-    say_next(*recipe, *data, "--gradient_accumulation_steps", str(accumulations[0]))
+    for finding in dict.fromkeys(words for n in world_sizes for words in loaded.assumptions(n, memory_limit_gib)):
+        say(finding)
+    say_next(*_train_command(config, loaded, dataset, accumulations[0]))
+
+
+def _train_command(config, loaded, dataset, accumulation):
+    launch = loaded.environment.get("strategy") in _LAUNCH_CONFIGS
+    launch = ["--config_file", f"accelerate_configs/{loaded.environment['strategy']}.yaml"] if launch else []
+    recipe = ["recipes/train_wan.py", "--bucket_config", config, "--output_dir", "run"]
+    model = ["--pretrained_model_name_or_path", loaded.model.get("base_model") or "PIPELINE"]
+    data = ["--dataset", str(dataset or "PREPARED"), "--gradient_accumulation_steps", str(accumulation)]
+    return ["accelerate", "launch", *launch, *recipe, *model, *data]
 
 
 def _simulation(row):

@@ -53,6 +53,7 @@ class LocalHub:
     requests: list = field(default_factory=list)  # "METHOD /path", as they came
     blobs: dict = field(default_factory=dict)  # sha256 of a large file -> its bytes
     failures: list = field(default_factory=list)  # what `fail` ordered
+    sent_bytes: int = 0  # of datasets' files
     pauses: list = field(default_factory=list)  # seconds that a visitor waited
 
     def files(self, repo_id, revision="main"):
@@ -105,7 +106,8 @@ class _Handler(BaseHTTPRequestHandler):
                 raise HubError(status, "", "the test asked for this failure", headers)
             for pattern, answer in ROUTES:
                 if match := re.fullmatch(pattern, f"{self.command} {path}"):
-                    return answer(self, data, **match.groupdict())
+                    named = {name: value for name, value in match.groupdict().items() if value is not None}
+                    return answer(self, data, **named)
             raise HubError(404, "", f"no such endpoint here: {self.command} {path}", {})
         except HubError as error:
             status, code, words, headers = error.args
@@ -241,6 +243,37 @@ class _Handler(BaseHTTPRequestHandler):
         private = self._repository(repo_id).private
         self._json({"id": repo_id, "sha": sha, "private": private, "siblings": siblings, "tags": []})
 
+    def dataset_info(self, data, repo_id, revision="main"):
+        self.info(data, f"datasets/{repo_id}", revision)
+
+    def dataset_tree(self, data, repo_id, revision, folder=""):
+        """As HfFileSystem walks them: one level with its folders, or all files below."""
+        files = self._commit_at(f"datasets/{repo_id}", revision)[1]
+        prefix = f"{folder}/" if folder else ""
+        inner = [path.removeprefix(prefix) for path in sorted(files) if path.startswith(prefix)]
+        if "recursive=true" in self.path.lower():
+            return self._json([self._entry(prefix + path, files) for path in inner])
+        names = dict.fromkeys(path.split("/")[0] for path in inner if "/" in path)
+        folders = [{"type": "directory", "path": prefix + name, "oid": ""} for name in names]
+        found = [self._entry(prefix + path, files) for path in inner if "/" not in path]
+        return self._json([*folders, *found])
+
+    def dataset_paths(self, data, repo_id, revision):
+        files = self._commit_at(f"datasets/{repo_id}", revision)[1]
+        asked = json.loads(data)["paths"]
+        self._json([self._entry(path, files) for path in asked if path in files])
+
+    def _entry(self, path, files):
+        return {"type": "file", "path": path, "size": len(files[path]), "oid": blob_id(files[path])}
+
+    def dataset_file(self, data, repo_id, revision, path):
+        """The bytes that Range asks for."""
+        content = self._commit_at(f"datasets/{repo_id}", revision)[1][path]
+        first, last = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["Range"]).groups()
+        part = content[int(first) : int(last) + 1]
+        self.hub.sent_bytes += len(part)
+        self._send(part, 206, {"Content-Range": f"bytes {first}-{last}/{len(content)}"})
+
     def resolve(self, data, repo_id, revision, path):
         sha, files = self._commit_at(repo_id, revision)
         if path not in files:
@@ -262,6 +295,10 @@ ROUTES = [
     (rf"GET /api/models/{_REPO}/tree/{_REVISION}/?", _Handler.tree),
     (rf"GET /api/models/{_REPO}/revision/{_REVISION}", _Handler.info),
     (rf"GET /api/models/{_REPO}", _Handler.info),
+    (rf"GET /api/datasets/{_REPO}(/revision/{_REVISION})?", _Handler.dataset_info),
+    (rf"GET /api/datasets/{_REPO}/tree/{_REVISION}(/(?P<folder>.*))?", _Handler.dataset_tree),
+    (rf"POST /api/datasets/{_REPO}/paths-info/{_REVISION}", _Handler.dataset_paths),
+    (rf"GET /datasets/{_REPO}/resolve/{_REVISION}/(?P<path>.+)", _Handler.dataset_file),
     (rf"(GET|HEAD) /{_REPO}/resolve/{_REVISION}/(?P<path>.+)", _Handler.resolve),
 ]
 

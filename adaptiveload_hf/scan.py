@@ -1,0 +1,157 @@
+"""Which shapes does a source of samples hold: a prepared dataset, cached latents, tar shards, clips, a Hub dataset?"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from .buckets.shapes import LatentShape, read_shapes, shape_counts
+from .buckets.sources import load_latent_folder, load_prepared, load_tar_shards
+from .errors import UserError
+from .hub import is_hub_id, read_dataset_column
+
+# Frames and pixels that one latent stands for, by the latent's channels: LTX, Wan 2.2 TI2V-5B, Mochi; else (4, 8).
+_VAE_SCALES = {128: (8, 32), 48: (4, 16), 12: (6, 8)}
+_USUAL_SCALE = (4, 8)
+_STILLS = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif"}
+_CLIPS = {".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".flv", ".wmv", ".ogv"}
+_LATENTS = {".safetensors", ".pt"}
+_LONGEST_CLIP = 81  # frames: what Wan is trained on
+_PIXEL_STEP = 16
+_ANY_LENGTH = 1 << 30  # of a caption: no row is read here
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What was found.
+
+    kind: "prepared dataset", "latent files", "tar shards", "clips and pictures" or "Hub dataset".
+    counts: samples by `LatentShape`.
+    vae_scale: frames and pixels that one latent stands for.
+    problems: one sentence for each file that is not counted.
+    """
+
+    kind: str
+    counts: dict[LatentShape, int]
+    vae_scale: tuple[int, int]
+    problems: tuple[str, ...] = ()
+
+
+def scan(source: str | Path, *, fps: float = 16.0) -> Scan:
+    """Counts the samples of each shape, without reading any latent.
+
+    Clips and pictures have no latents yet: they are counted in the largest shape that prepare_dataset.py could give
+    them without enlarging: 4n+1 frames at `fps`, at most 81, and multiples of 16 pixels. Of a clip the header and the
+    first frame are read.
+
+    Args:
+        source: a folder, a tar file, or the Hub id of a dataset with the column `latent_shape` in Parquet files.
+        fps: frames a second of the samples, for clips.
+
+    Raises:
+        UserError: nothing there, or nothing of a known kind.
+    """
+    path = Path(source)
+    if not path.exists():
+        if not is_hub_id(str(source)):
+            raise UserError(f"There is no {source}. Give a folder, tar shards, or the Hub id user/repo of a dataset.")
+        return _of_table("Hub dataset", read_dataset_column(str(source), "latent_shape"))
+    if any((folder / "state.json").is_file() for folder in (path, path / "dataset")):
+        return _of_table("prepared dataset", load_prepared(path))
+    suffixes = Counter([path.suffix]) if path.is_file() else _suffixes(path)
+    # What the latents were normalised with, and how long captions are, is asked only of those who read rows.
+    options = {"latent_normalized": True, "prompt_length": _ANY_LENGTH}
+    if ".tar" in suffixes:
+        return _of_table("tar shards", *load_tar_shards(path, **options))
+    if _LATENTS & suffixes.keys():
+        return _of_table("latent files", *load_latent_folder(path, **options))
+    if (_STILLS | _CLIPS) & suffixes.keys():
+        return _of_media(path, fps)
+    found = ", ".join(f"{count} {suffix or 'without a suffix'}" for suffix, count in suffixes.most_common(5))
+    raise UserError(
+        f"{path} holds no samples: neither a prepared dataset, nor *.tar, *.safetensors, *.pt, clips or pictures. "
+        f"Files there: {found or 'none'}."
+    )
+
+
+def _of_table(kind: str, dataset, problems=()) -> Scan:
+    counts = shape_counts(read_shapes(dataset))
+    channels = dataset.data.column("latent_shape")[0].as_py()[0]
+    return Scan(kind, counts, _VAE_SCALES.get(channels, _USUAL_SCALE), tuple(problems))
+
+
+def _files(root: Path):
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__MACOSX")
+        yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
+
+
+def _suffixes(root: Path) -> Counter:
+    return Counter(path.suffix.lower() for path in _files(root))
+
+
+def _of_media(root: Path, fps: float) -> Scan:
+    try:
+        import av
+    except ImportError:
+        raise UserError("Clips need PyAV. Install it: pip install adaptiveload_hf[recipes]") from None
+    from PIL import Image
+    from tqdm import tqdm
+
+    counts, problems = Counter(), []
+    files = [path for path in _files(root) if path.suffix.lower() in _STILLS | _CLIPS]
+    for path in tqdm(files, desc="reading headers", unit="file", leave=False, disable=None):
+        try:
+            size = _still_size(path, Image) if path.suffix.lower() in _STILLS else _clip_size(path, av, fps)
+            counts[_nearest_shape(*size)] += 1
+        except (OSError, SyntaxError, ValueError, av.FFmpegError, Image.DecompressionBombError) as error:
+            problems.append(f"{path.relative_to(root)}: {str(error).splitlines()[0]}")
+    if not counts:
+        raise UserError(f"None of the {len(files)} clips and pictures in {root} can be read; {problems[0]}.")
+    return Scan("clips and pictures", dict(sorted(counts.items())), _USUAL_SCALE, tuple(problems))
+
+
+def _still_size(path: Path, image) -> tuple[int, int, int]:
+    """(1, height, width) as shown."""
+    with image.open(path) as picture:
+        turned = picture.getexif().get(0x0112, 1) >= 5
+        width, height = picture.size
+        return (1, width, height) if turned else (1, height, width)
+
+
+def _clip_size(path: Path, av, fps: float) -> tuple[int, int, int]:
+    """(frames at fps, height, width) as shown."""
+    with av.open(str(path), metadata_errors="replace") as container:
+        if not container.streams.video:
+            raise UserError("it has no video")
+        stream = container.streams.video[0]
+        first = next(container.decode(stream), None)
+        if first is None:
+            raise UserError("not one frame of it can be decoded")
+        height, width = round(first.height), round(first.width * (stream.sample_aspect_ratio or 1))
+        seconds = _seconds(container, stream)
+        sizes = (width, height) if first.rotation % 180 == 90 else (height, width)
+        return max(1, math.ceil(seconds * fps - 0.01)), *sizes
+
+
+def _seconds(container, stream) -> float:
+    """From the header; where it does not say, as in Matroska and fragmented mp4, from the packets' times."""
+    if stream.duration:
+        return float(stream.duration * stream.time_base)
+    if container.duration:
+        return container.duration / 1e6
+    container.seek(0)
+    times = [float(packet.pts * packet.time_base) for packet in container.demux(stream) if packet.pts is not None]
+    return (max(times) - min(times)) * len(times) / max(len(times) - 1, 1) if times else 0.0
+
+
+def _nearest_shape(frames: int, height: int, width: int) -> LatentShape:
+    temporal, spatial = _USUAL_SCALE
+    if min(height, width) < _PIXEL_STEP:
+        raise UserError(f"it is {height}x{width} pixels, less than {_PIXEL_STEP}")
+    step = _PIXEL_STEP // spatial
+    sizes = (size // _PIXEL_STEP * step for size in (height, width))
+    return LatentShape((min(frames, _LONGEST_CLIP) - 1) // temporal + 1, *sizes)
