@@ -121,7 +121,7 @@ def measure_steps(
             if (str(point.shape), point.batch_size) in done or point.all_tokens >= bound:
                 continue
             left = _remaining_seconds(accelerator, points[index:], measurements)
-            bar.set_postfix_str(f"{point.shape} B={point.batch_size}{left and f', about {left:.0f} s left'}")
+            bar.set_postfix_str(f"{point.shape} B={point.batch_size}" + (f", about {left:.0f} s left" if left else ""))
             if (needed := _predicted_gib(point, measurements)) > limit_gib:
                 bar.write(f"{_name(point)} is left out: it would need {needed:.0f} GiB of {limit_gib:.0f}", sys.stderr)
                 continue

@@ -1,9 +1,9 @@
 """Are the right points timed, is the number the slowest rank's micro-step, and is nothing lost on the way?"""
 
-import copy
 import time
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from support.launch import ROOT, launch
 from adaptiveload_hf import LatentShape, Measurement, TokenGeometry, UserError, fit_cost_model, make_accelerator
 from adaptiveload_hf.benchmark import Point, append_line, choose_points, measure_shapes, measure_steps
 from adaptiveload_hf.buckets.cost import Roofline, read_measurements
+from adaptiveload_hf.device_memory import DeviceMemory
 
 WORKER = ROOT / "tests" / "support" / "benchmark_worker.py"
 SHAPES = [LatentShape(1, 60, 104), LatentShape(5, 60, 104), LatentShape(13, 60, 104), LatentShape(21, 60, 104)]
@@ -159,28 +160,31 @@ def test_out_of_memory_on_one_rank_is_kept_as_a_bound_and_all_ranks_start_again_
         assert second == pytest.approx(0.02, rel=0.3)
 
 
-class Device:
-    """A stand-in for the allocator's counters of a GPU: set by the step that runs."""
-
-    peak_gib = reserved_gib = 0.0
-    retries = 0
+@pytest.fixture
+def device(monkeypatch):
+    """A stand-in for the allocator of a GPU with 10 GiB: set by the step that runs."""
+    counters = {"peak_gib": 0.0, "reserved_gib": 0.0, "retries": 0}
+    monkeypatch.setattr("adaptiveload_hf.benchmark.read_device_memory", lambda _: DeviceMemory(**counters))
+    monkeypatch.setattr("adaptiveload_hf.benchmark.available_gib", lambda _: 10.0)
+    return counters
 
 
 @pytest.fixture
-def device(monkeypatch):
-    monkeypatch.setattr("adaptiveload_hf.benchmark.read_device_memory", lambda _: copy.copy(Device))
-    monkeypatch.setattr("adaptiveload_hf.benchmark.available_gib", lambda _: 10.0)
-    yield Device
-    Device.peak_gib, Device.reserved_gib, Device.retries = 0.0, 0.0, 0
+def clock(monkeypatch):
+    """Seconds that pass only when a step says so."""
+    now = [0.0]
+    monkeypatch.setattr("adaptiveload_hf.benchmark.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    return now
 
 
-def test_a_point_that_is_predicted_not_to_fit_is_left_out_and_said(accelerator, device, capsys):
+def test_a_point_that_is_predicted_not_to_fit_is_left_out_and_said(accelerator, device, clock, capsys):
     calls = []
 
     def run_step(shape, batch_size):
         calls.append(batch_size)
-        device.peak_gib = 1.0 + batch_size
-        device.reserved_gib = 1.5 + batch_size
+        clock[0] += 0.1
+        device["peak_gib"] = 1.0 + batch_size
+        device["reserved_gib"] = 1.5 + batch_size
 
     measurements = measure_steps(accelerator, run_step, [point(4, 1), point(4, 3), point(4, 8), point(4, 16)])
     assert {*calls} == {1, 3, 8}
@@ -188,37 +192,47 @@ def test_a_point_that_is_predicted_not_to_fit_is_left_out_and_said(accelerator, 
     assert "4x2x2 with batch size 16 is left out: it would need 17 GiB of 10" in capsys.readouterr().err
 
 
-def test_steps_in_which_the_allocator_tried_again_are_dropped_and_one_that_always_does_is_a_bound(accelerator, device):
+def test_steps_in_which_the_allocator_tried_again_are_dropped_and_one_that_always_does_is_a_bound(
+    accelerator, device, clock
+):
     calls = []
 
     def run_step(shape, batch_size):
         calls.append(batch_size)
         retried = batch_size == 2 or calls.count(1) in (3, 4)
-        device.retries += retried
-        time.sleep(0.1 if retried else 0.02)
+        device["retries"] += retried
+        clock[0] += 0.1 if retried else 0.02
 
-    measurements = measure_steps(accelerator, run_step, [point(4, 1), point(4, 2)])
-    assert measurements[0].seconds == pytest.approx(0.01, rel=0.2)
-    assert [m.oom for m in measurements] == [False, True]
+    measurements = measure_steps(accelerator, run_step, [point(4, 1), point(4, 2), point(4, 3)])
+    assert measurements[0].seconds == pytest.approx(0.01)
+    assert [(m.batch_size, m.oom) for m in measurements] == [(1, False), (2, True)]
 
 
-def test_a_point_is_done_once_its_median_is_known_to_two_percent(accelerator):
-    calls = {1: 0, 2: 0}
+def test_a_point_is_done_once_its_median_is_known_to_two_percent_or_it_took_long_enough(accelerator, clock):
+    calls = {1: 0, 2: 0, 3: 0}
 
     def run_step(shape, batch_size):
         calls[batch_size] += 1
-        time.sleep(0.05 if batch_size == 1 else (0.02, 0.06)[calls[2] % 2])
+        clock[0] += {1: 0.1, 2: (0.02, 0.06)[calls[2] % 2], 3: 9.0}[batch_size]
+
+    measure_steps(accelerator, run_step, [point(4, 1), point(4, 2), point(4, 3)])
+    assert calls == {1: 2 + 3, 2: 2 + 6, 3: 1 + 2}, "to warm up, and timed"
+
+
+def test_the_bar_says_how_long_the_rest_takes(accelerator, clock, capsys):
+    def run_step(shape, batch_size):
+        clock[0] += 0.5 * batch_size
 
     measure_steps(accelerator, run_step, [point(4, 1), point(4, 2)])
-    assert calls[1] < calls[2] == 8, "2 to warm up and 6, where they wander"
+    assert "4x2x2 B=2, about 5 s left" in capsys.readouterr().err  # 5 steps of 1 s
 
 
-def test_the_climb_off_the_floor_counts_among_the_points(accelerator, tmp_path):
+def test_the_climb_off_the_floor_counts_among_the_points(accelerator, clock, tmp_path):
     sizes = []
 
     def run_step(shape, batch_size):
         sizes.append((shape, batch_size))
-        time.sleep(max(4e-3, 1e-8 * batch_size * TokenGeometry().tokens(shape)))
+        clock[0] += max(0.4, 2e-6 * batch_size * TokenGeometry().tokens(shape))
 
     found = measure_shapes(accelerator, run_step, SHAPES, TokenGeometry(), output_path=tmp_path / "measurements.jsonl")
     assert len({*sizes}) == len(found) == 12

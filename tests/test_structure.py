@@ -51,7 +51,7 @@ LAYERS = [
     {"adaln.registry", "adaln.rewrite", "buckets.plan", "buckets.schedule", "buckets.tar_index"},
     {"adaln.schemas", "buckets.ranks", "buckets.simulate", "buckets.sources", "config_file"},
     {"adaln.ops", "buckets.sampler", "config", "distributed", "report", "restart", "scan"},
-    {"adaln.forwards", "benchmark", "monitor"},
+    {"adaln.forwards", "benchmark", "monitor", "preflight"},
     {"adaln.attention", "adaln.patch_report"},
     {"adaln.patch"},
     {"commands.arguments"},
