@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import set_seed
-from diffusers import WanTransformer3DModel
 from flow_matching import make_flow_matching
+from lora import add_lora_arguments
 from model_setup import (
     describe_run,
     load_transformer,
@@ -22,12 +22,11 @@ from model_setup import (
 )
 from training_arguments import add_flow_arguments, add_model_arguments
 from training_loop import run_micro_step
-from wan_training import check_dataset, wan_predict
+from wan_training import MODEL_CLASS, add_wan_arguments, check_dataset, choose_variant, geometry, make_predict
 
 from adaptiveload_hf import (
     BucketConfig,
     LatentShape,
-    TokenGeometry,
     UserError,
     fit_cost_model,
     make_accelerator,
@@ -43,8 +42,8 @@ from adaptiveload_hf.errors import exit_on_user_error
 
 def parse_args(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_model_arguments(parser)
-    add_flow_arguments(parser)
+    for add_arguments in (add_model_arguments, add_lora_arguments, add_flow_arguments, add_wan_arguments):
+        add_arguments(parser)
     parser.add_argument("--max_points", type=int, default=12, help="(shape, batch size) pairs to time")
     parser.add_argument("--push_to_hub", action="store_true")
     parser.add_argument("--hub_model_id", help="repository, default: the name of --output_dir")
@@ -67,11 +66,10 @@ def benchmark(accelerator, args):
     set_seed(args.seed)  # the same on all ranks: FSDP2 shards what each rank holds and broadcasts nothing
     refuse_unsafe_sharding(accelerator, args.gradient_checkpointing)
     dataset = load_prepared(args.dataset)
-    transformer_config = load_transformer_config(WanTransformer3DModel, args)
+    transformer_config = load_transformer_config(MODEL_CLASS, args, choose_variant(args).subfolder)
     check_dataset(dataset, transformer_config)
     counts = shape_counts(read_shapes(dataset))
-    geometry = TokenGeometry(tuple(transformer_config["patch_size"]))
-    model_facts, environment = describe_run(accelerator, args, WanTransformer3DModel, transformer_config)
+    model_facts, environment = describe_run(accelerator, args, MODEL_CLASS, transformer_config)
     output_dir = Path(args.output_dir)
     if accelerator.is_main_process:
         keep_one_setup(output_dir, {"model": model_facts, "environment": environment})
@@ -79,12 +77,12 @@ def benchmark(accelerator, args):
     run_step = make_run_step(accelerator, args, dataset)
     path = output_dir / "measurements.jsonl"
     measurements = measure_shapes(
-        accelerator, run_step, counts, geometry, max_points=args.max_points, output_path=path
+        accelerator, run_step, counts, geometry(transformer_config), max_points=args.max_points, output_path=path
     )
 
     if accelerator.is_main_process:
         config = BucketConfig.from_measurements(
-            measurements, model=model_facts, environment=environment, geometry=geometry
+            measurements, model=model_facts, environment=environment, geometry=geometry(transformer_config)
         )
         config.example_plan = config.plan(
             counts,
@@ -100,9 +98,10 @@ def benchmark(accelerator, args):
 
 def make_run_step(accelerator, args, dataset):
     """The real optimizer step, on random latents: forward, loss, backward and K micro-steps, clip, AdamW."""
-    transformer = load_transformer(WanTransformer3DModel, args)
+    variant = choose_variant(args)
+    transformer = load_transformer(accelerator, MODEL_CLASS, args, variant.subfolder)
     model, optimizer, scheduler = prepare_training(accelerator, args, transformer)
-    flow, predict = make_flow_matching(args), wan_predict(accelerator, model)
+    flow, predict = make_flow_matching(args, variant.bounds), make_predict(accelerator, model, variant)
     row = dataset.select_columns(["latent_shape", "prompt_embeds_shape"])[0]
     channels, text_shape = row["latent_shape"][0], row["prompt_embeds_shape"]
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import DistributedType, broadcast_object_list
 
 from adaptiveload_hf import UserError
 
@@ -49,7 +49,26 @@ def find_checkpoint(accelerator: Accelerator, output_dir: Path, wanted: str | No
                 )
             found[0] = str(path)
     broadcast_object_list(found)
-    return None if found[0] is None else Path(found[0])
+    if found[0] is None:
+        return None
+    _check_kind(accelerator, Path(found[0]))
+    return Path(found[0])
+
+
+def _check_kind(accelerator: Accelerator, checkpoint: Path) -> None:
+    """Sharded checkpoints load on any number of ranks, but only where the model is sharded, and others only where not.
+
+    Raises:
+        UserError: naming both kinds.
+    """
+    written = "under FSDP2" if any(checkpoint.glob("pytorch_model_fsdp_0*")) else "without FSDP"
+    now = "under FSDP2" if accelerator.distributed_type == DistributedType.FSDP else "without FSDP"
+    if written != now:
+        raise UserError(
+            f"{checkpoint} was written {written}, but this run is {now}. Launch with "
+            f"{'an FSDP2 config' if written == 'under FSDP2' else 'single.yaml or ddp.yaml'}; the number of processes "
+            "may be another."
+        )
 
 
 def save_checkpoint(accelerator: Accelerator, output_dir: Path, step: int, total_limit: int | None) -> None:

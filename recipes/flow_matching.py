@@ -1,6 +1,7 @@
 """What does a flow-matching model learn from a sample: which noise, which timestep, which loss?"""
 
 import hashlib
+import math
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +9,9 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
 from model_setup import load_part
 
-from adaptiveload_hf import UserError
+from adaptiveload_hf import LatentShape, UserError
+
+MOST_DRAWS = 10_000  # for one sigma within bounds: enough for a share of 1e-3
 
 
 @dataclass(frozen=True)
@@ -20,8 +23,13 @@ class FlowMatching:
     Runs with another schedule, number of ranks or accumulation see each sample with the same noise, and no two
     samples share it.
 
-    Source: Esser et al., Scaling Rectified Flow Transformers (SD3), section 3; diffusers' train_dreambooth_sd3.py,
-    except that sigma is continuous instead of one of 1000 steps.
+    shift_size: F*H*W of the latent that `shift` is meant for; another gets shift * sqrt(its size / shift_size). None:
+        the same shift for all.
+    bounds: of sigma, after the shift: the timesteps of one of two experts. Draws outside are drawn again.
+    first_frame_given: clips learn what follows their first latent frame, which `predict` gets clean; it has no loss.
+
+    Source: Esser et al., Scaling Rectified Flow Transformers (SD3), section 3, and 5.3.2 for shift by size; diffusers'
+    train_dreambooth_sd3.py, except that sigma is continuous instead of one of 1000 steps.
     """
 
     shift: float
@@ -30,6 +38,9 @@ class FlowMatching:
     logit_std: float
     mode_scale: float
     seed: int
+    shift_size: int | None = None
+    bounds: tuple[float, float] = (0.0, 1.0)
+    first_frame_given: bool = False
 
     def draw(self, latent: torch.Tensor, epoch: int, sample_index: torch.Tensor):
         """Noise and sigma of a micro-batch.
@@ -42,26 +53,33 @@ class FlowMatching:
         Returns:
             noise, float32 [B, C, F, H, W], and sigma, float32 [B], in (0, 1].
         """
+        shift = self.shift
+        if self.shift_size is not None:
+            shift *= math.sqrt(math.prod(latent.shape[2:]) / self.shift_size)
         generator = torch.Generator(latent.device)
-        noises, draws = [], []
+        noises, sigmas = [], []
         for sample in sample_index.tolist():
             key = hashlib.blake2b(f"{self.seed}/{epoch}/{sample}".encode(), digest_size=8).digest()
             generator.manual_seed(int.from_bytes(key, "little"))
             noises.append(torch.randn(latent.shape[1:], device=latent.device, generator=generator))
-            draws.append(
-                compute_density_for_timestep_sampling(
-                    self.weighting_scheme,
-                    1,
-                    logit_mean=self.logit_mean,
-                    logit_std=self.logit_std,
-                    mode_scale=self.mode_scale,
-                    device=latent.device,
-                    generator=generator,
-                )
-            )
-        # diffusers' scripts look u up in timesteps that fall from 1000 to 1, so its sigma is 1 - u.
-        sigma = 1 - torch.cat(draws)
-        return torch.stack(noises), self.shift * sigma / (1 + (self.shift - 1) * sigma)
+            # Sigma on the CPU, from a generator of its own: a GPU would have to be waited for at each draw.
+            sigmas.append(self._draw_sigma(shift, torch.Generator().manual_seed(int.from_bytes(key[::-1], "little"))))
+        return torch.stack(noises), torch.tensor(sigmas).to(latent.device, non_blocking=True)
+
+    def _draw_sigma(self, shift: float, generator: torch.Generator) -> float:
+        low, high = self.bounds
+        options = {"logit_mean": self.logit_mean, "logit_std": self.logit_std, "mode_scale": self.mode_scale}
+        for _ in range(MOST_DRAWS):
+            u = compute_density_for_timestep_sampling(self.weighting_scheme, 1, generator=generator, **options)
+            # diffusers' scripts look u up in timesteps that fall from 1000 to 1, so its sigma is 1 - u.
+            sigma = 1 - u.item()
+            sigma = shift * sigma / (1 + (shift - 1) * sigma)
+            if low <= sigma < high or sigma == high == 1:
+                return sigma
+        raise UserError(
+            f"{self.weighting_scheme} with shift {shift:g} draws hardly any sigma from {low:g} to {high:g}, this "
+            "expert's. Choose another --weighting_scheme, --logit_mean or --shift."
+        )
 
     def sample_losses(self, predict, batch: dict, epoch: int) -> torch.Tensor:
         """Loss of each sample of a micro-batch, float32 [B].
@@ -76,12 +94,15 @@ class FlowMatching:
         noise, sigma = self.draw(latent, epoch, batch["sample_index"])
         mix = sigma.view(-1, *[1] * (latent.ndim - 1))
         prediction = predict((1 - mix) * latent + mix * noise, 1000 * sigma, batch)
-        error = (prediction.float() - (noise - latent)).square().flatten(1).mean(1)
+        error = (prediction.float() - (noise - latent)).square()
+        if self.first_frame_given and latent.shape[2] > 1:
+            error = error[:, :, 1:]
+        error = error.flatten(1).mean(1)
         return compute_loss_weighting_for_sd3(self.weighting_scheme, sigma) * error
 
 
-def make_flow_matching(args) -> FlowMatching:
-    """From the arguments; the shift is the pipeline's scheduler's unless given."""
+def make_flow_matching(args, bounds: tuple[float, float] = (0.0, 1.0), first_frame_given: bool = False):
+    """A `FlowMatching` from the arguments; the shift is the pipeline's scheduler's unless given."""
     shift = args.shift
     if shift is None:
         config = load_part(FlowMatchEulerDiscreteScheduler, args, "scheduler")
@@ -91,4 +112,15 @@ def make_flow_matching(args) -> FlowMatching:
                 f"the scheduler of {args.pretrained_model_name_or_path} has neither `shift` nor `flow_shift`. "
                 "Pass --shift (Wan uses 3.0 for 480p and 5.0 for 720p)."
             )
-    return FlowMatching(shift, args.weighting_scheme, args.logit_mean, args.logit_std, args.mode_scale, args.seed)
+    shape = None if args.shift_shape is None else LatentShape.parse(args.shift_shape)
+    return FlowMatching(
+        shift,
+        args.weighting_scheme,
+        args.logit_mean,
+        args.logit_std,
+        args.mode_scale,
+        args.seed,
+        None if shape is None else shape.frames * shape.height * shape.width,
+        bounds,
+        first_frame_given,
+    )

@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator, init_empty_weights
 from accelerate.utils import DistributedType
 from diffusers.optimization import get_scheduler
+from lora import add_lora, leave_frozen_out
 
 from adaptiveload_hf import UserError, patch_model
 from adaptiveload_hf.config import current_environment
@@ -40,17 +41,25 @@ def load_transformer_config(model_class, args, subfolder: str = "transformer") -
     return {**defaults, **{name: value for name, value in config.items() if name in defaults}}
 
 
-def load_transformer(model_class, args, subfolder: str = "transformer"):
-    """The transformer in float32: master weights; half precision is the policy's or autocast's business."""
+def load_transformer(accelerator: Accelerator, model_class, args, subfolder: str = "transformer"):
+    """The transformer, ready for `prepare_training`.
+
+    In float32: master weights; half precision is the policy's or autocast's business. With --rank its weights are
+    frozen, need no master copy, and are loaded in the run's own precision.
+    """
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    dtype = torch.float32 if args.rank is None else half.get(accelerator.mixed_precision, torch.float32)
     if args.from_scratch:
-        return model_class.from_config(load_transformer_config(model_class, args, subfolder))
+        return model_class.from_config(load_transformer_config(model_class, args, subfolder)).to(dtype)
     return model_class.from_pretrained(
-        args.pretrained_model_name_or_path, subfolder=subfolder, revision=args.revision, torch_dtype=torch.float32
+        args.pretrained_model_name_or_path, subfolder=subfolder, revision=args.revision, torch_dtype=dtype
     )
 
 
 def prepare_training(accelerator: Accelerator, args, transformer, num_training_steps: int | None = None):
     """The patched transformer, AdamW and the learning rate's scheduler, sharded as the launch configuration says.
+
+    With --rank an adapter is added, and it alone is trained and in the checkpoints.
 
     Args:
         accelerator: from `make_accelerator`.
@@ -64,6 +73,8 @@ def prepare_training(accelerator: Accelerator, args, transformer, num_training_s
     # Only in-place edits of the model's output would be wrong; FlowMatching makes none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     transformer.train().requires_grad_(True)
+    if args.rank is not None:
+        add_lora(transformer, args)
     if args.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
     if not args.no_patch:
@@ -71,7 +82,7 @@ def prepare_training(accelerator: Accelerator, args, transformer, num_training_s
         if accelerator.is_main_process:
             print(report, file=sys.stderr)
     optimizer = torch.optim.AdamW(
-        transformer.parameters(),
+        [parameter for parameter in transformer.parameters() if parameter.requires_grad],
         lr=args.learning_rate,
         betas=(args.adam_beta1, args.adam_beta2),
         weight_decay=args.adam_weight_decay,
@@ -87,7 +98,10 @@ def prepare_training(accelerator: Accelerator, args, transformer, num_training_s
             num_cycles=args.lr_num_cycles,
             power=args.lr_power,
         )
-    return accelerator.prepare(transformer, optimizer, scheduler)
+    model, optimizer, scheduler = accelerator.prepare(transformer, optimizer, scheduler)
+    if args.rank is not None:
+        leave_frozen_out(accelerator.unwrap_model(model))
+    return model, optimizer, scheduler
 
 
 def save_transformer(accelerator: Accelerator, model, folder: Path) -> None:
@@ -119,7 +133,7 @@ def describe_run(accelerator: Accelerator, args, model_class, transformer_config
         "dtype": {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}[accelerator.mixed_precision],
         "activation_checkpointing": args.gradient_checkpointing or _fsdp_checkpoints(accelerator),
         "patched": not args.no_patch,
-        "lora": False,
+        "lora": args.rank is not None,
         "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
     }
     return model, environment

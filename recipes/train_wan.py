@@ -1,17 +1,21 @@
-"""How is a Wan text-to-video transformer trained on shapes of every size, with all ranks equally loaded?
+"""How is a Wan transformer trained on shapes of every size, with all ranks equally loaded?
 
 accelerate launch --config_file accelerate_configs/fsdp2.yaml --main_process_port 0 recipes/train_wan.py \\
     --pretrained_model_name_or_path Wan-AI/Wan2.1-T2V-1.3B-Diffusers --dataset prepared --bucket_config config \\
     --output_dir run --max_train_steps 1000 --gradient_accumulation_steps 2 --resume_from_checkpoint latest
+
+All weights, or with --rank a LoRA; text-to-video, image-to-video, TI2V, and either expert of Wan 2.2 A14B.
 """
 
 import argparse
 from pathlib import Path
 
-from accelerate.utils import set_seed
+from accelerate.utils import ProjectConfiguration, set_seed
+from caption_dropout import make_caption_dropout
 from checkpoints import find_checkpoint, keep_metrics_until
-from diffusers import WanTransformer3DModel
+from data_setup import make_loader
 from flow_matching import make_flow_matching
+from lora import add_lora_arguments, save_lora
 from model_setup import (
     describe_run,
     load_transformer,
@@ -25,11 +29,23 @@ from training_arguments import (
     add_model_arguments,
     add_run_arguments,
     add_scheduler_arguments,
+    add_validation_arguments,
 )
 from training_loop import run_micro_step, run_steps, say_start
-from wan_training import check_dataset, latent_statistics, normalize, wan_predict
+from validation import make_held_out_loss
+from validation_videos import check_validation, encode_prompts, make_validation_videos
+from wan_training import (
+    MODEL_CLASS,
+    PIPELINE_CLASS,
+    add_wan_arguments,
+    check_dataset,
+    choose_variant,
+    latent_statistics,
+    make_predict,
+    normalize,
+)
 
-from adaptiveload_hf import BucketConfig, BucketDataLoader, make_accelerator
+from adaptiveload_hf import BucketConfig, make_accelerator
 from adaptiveload_hf.buckets.sources import load_prepared
 from adaptiveload_hf.distributed import all_ranks_fail_together
 from adaptiveload_hf.errors import exit_on_user_error
@@ -37,7 +53,15 @@ from adaptiveload_hf.errors import exit_on_user_error
 
 def parse_args(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for add_arguments in (add_model_arguments, add_flow_arguments, add_scheduler_arguments, add_run_arguments):
+    for add_arguments in (
+        add_model_arguments,
+        add_wan_arguments,
+        add_lora_arguments,
+        add_flow_arguments,
+        add_scheduler_arguments,
+        add_run_arguments,
+        add_validation_arguments,
+    ):
         add_arguments(parser)
     return parser.parse_args(argv)
 
@@ -48,7 +72,7 @@ def main():
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         mixed_precision=args.mixed_precision,
         log_with=None if args.report_to == "none" else args.report_to,
-        project_dir=args.output_dir,
+        project_config=ProjectConfiguration(args.output_dir, logging_dir=Path(args.output_dir, args.logging_dir)),
     )
     with all_ranks_fail_together(accelerator):
         train(accelerator, args)
@@ -63,46 +87,54 @@ def train(accelerator, args):
 
     # Whatever can be wrong with launch, data and plan shows here, before any weights are read.
     refuse_unsafe_sharding(accelerator, args.gradient_checkpointing)
-    transformer_config = load_transformer_config(WanTransformer3DModel, args)
-    flow = make_flow_matching(args)
+    variant = choose_variant(args)
+    transformer_config = load_transformer_config(MODEL_CLASS, args, variant.subfolder)
+    flow = make_flow_matching(args, variant.bounds, args.first_frame_given)
     dataset = load_prepared(args.dataset)
-    check_dataset(dataset, transformer_config)
+    held_out = load_prepared(args.validation_dataset) if args.validation_dataset else None
+    for samples in (dataset, held_out) if held_out else (dataset,):
+        check_dataset(samples, transformer_config)
+    check_validation(args, variant, transformer_config)
     statistics = latent_statistics(args, dataset)
+    drop_captions = make_caption_dropout(args.proportion_empty_prompts, args.dataset, args.seed)
     bucket_config = BucketConfig.from_pretrained(args.bucket_config)
-    loader = BucketDataLoader(
-        dataset,
-        bucket_config,
-        accelerator=accelerator,
-        num_workers=args.dataloader_num_workers,
-        seed=args.seed,
-        balance=args.balance,
-        loss_normalization=args.loss_normalization,
-        memory_limit_gib=args.memory_limit_gib,
-        allow_extrapolation=args.allow_extrapolation,
-    )
-    if checkpoint is not None:
-        loader.load_checkpoint(checkpoint)  # other ranks or another plan leave another number of steps
-    total_steps = args.max_train_steps or loader.num_update_steps(args.num_train_epochs)
-    transformer = load_transformer(WanTransformer3DModel, args)
+    loader, total_steps = make_loader(accelerator, args, dataset, bucket_config, checkpoint)
+
+    prompts = encode_prompts(accelerator, args) if args.validation_prompt else None
+    transformer = load_transformer(accelerator, MODEL_CLASS, args, variant.subfolder)
     model, optimizer, scheduler = prepare_training(accelerator, args, transformer, total_steps)
     if checkpoint is not None:
         accelerator.load_state(str(checkpoint))
     if accelerator.is_main_process:
-        model_facts, environment = describe_run(accelerator, args, WanTransformer3DModel, transformer_config)
+        model_facts, environment = describe_run(accelerator, args, MODEL_CLASS, transformer_config)
         say_start(args, loader, scheduler, bucket_config.check_environment(environment, model_facts), total_steps)
         keep_metrics_until(output_dir / "metrics.jsonl", loader.global_step)
     accelerator.init_trackers("train_wan", config={name: str(value) for name, value in vars(args).items()})
 
-    predict = wan_predict(accelerator, model)
+    predict = make_predict(accelerator, model, variant, args.first_frame_given)
 
     def losses(batch):
-        return flow.sample_losses(predict, normalize(batch, statistics), loader.epoch)
+        batch = drop_captions(normalize(batch, statistics), loader.epoch)
+        return flow.sample_losses(predict, batch, loader.epoch)
+
+    def held_out_losses(flow, batch):
+        return flow.sample_losses(predict, normalize(batch, statistics), 0)
 
     def run(batch):
         return run_micro_step(accelerator, model, optimizer, scheduler, losses, batch, args.max_grad_norm)
 
-    run_steps(accelerator, args, loader, scheduler, run, total_steps)
-    save_transformer(accelerator, model, output_dir / "transformer")
+    validators = []
+    if held_out is not None:
+        validators.append(make_held_out_loss(accelerator, held_out, loader, flow, held_out_losses))
+    if prompts is not None:
+        channels = transformer_config["out_channels"]
+        validators.append(make_validation_videos(accelerator, args, predict, flow, channels, prompts))
+    if not run_steps(accelerator, args, loader, scheduler, run, total_steps, validators):
+        return  # asked to stop; a checkpoint says where
+    if args.rank is not None:
+        save_lora(accelerator, model, PIPELINE_CLASS, output_dir)
+    else:
+        save_transformer(accelerator, model, output_dir / variant.subfolder)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,8 @@ def add_flow_arguments(parser) -> None:
     add("--logit_std", type=float, default=1.0)
     add("--mode_scale", type=float, default=1.29)
     add("--shift", type=float, help="of sigma; default: the pipeline's scheduler's")
+    add("--shift_shape", metavar="FxHxW",
+        help="latent shape that --shift is meant for: others get shift * sqrt(their size / its size)")  # fmt: skip
 
 
 def add_scheduler_arguments(parser) -> None:
@@ -51,6 +53,7 @@ def add_run_arguments(parser) -> None:
     """How long to train, in which order, and what to write."""
     add = parser.add_argument
     add("--bucket_config", required=True, help="folder that benchmark_shapes.py wrote, or a Hub id")
+    add("--batch_sizes", nargs="+", metavar="SHAPE=B", help="instead of the plan's, such as 21x60x104=1")
     add("--num_train_epochs", type=int, default=1)
     add("--max_train_steps", type=int, help="optimizer steps in all; overrides --num_train_epochs")
     add("--balance", default="auto", help="none, step, window:n or auto")
@@ -60,4 +63,19 @@ def add_run_arguments(parser) -> None:
     add("--checkpointing_steps", type=int, default=500)
     add("--checkpoints_total_limit", type=int, help="keep only the newest so many")
     add("--resume_from_checkpoint", help="'latest', or a checkpoint-<step> folder")
+    add("--max_skipped_steps", type=int, default=10,
+        help="optimizer steps without a finite gradient, each skipped, after which the run ends")  # fmt: skip
+    add("--proportion_empty_prompts", type=float, default=0.0, help="share of samples trained without their caption")
     add("--report_to", choices=["none", *LoggerType.list()], default="tensorboard", help="tracker of accelerate")
+    add("--logging_dir", default="logs", help="of the tracker, inside --output_dir")
+
+
+def add_validation_arguments(parser) -> None:
+    """What to look at while training; none of it moves the training's random numbers."""
+    add = parser.add_argument
+    add("--validation_dataset", help="output_dir of prepare_dataset.py with held-out samples: their loss per shape")
+    add("--validation_prompt", nargs="+", help="captions to sample from")
+    add("--validation_steps", type=int, default=500, help="optimizer steps between validations; one at the end too")
+    add("--validation_resolution", default="81x480x832", metavar="FxHxW", help="of the samples, frames and pixels")
+    add("--validation_inference_steps", type=int, default=30)
+    add("--guidance_scale", type=float, default=5.0, help="of the samples")

@@ -1,63 +1,93 @@
 """What happens in every optimizer step of a run: micro-steps, the step's line in metrics.jsonl, checkpoints."""
 
 import json
+import math
 import sys
 import time
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from checkpoints import save_checkpoint
+from data_setup import parse_batch_sizes
+from stopping import out_of_memory, resume_command, stop_requests
 from tqdm.auto import tqdm
 
+from adaptiveload_hf import UserError
 from adaptiveload_hf.benchmark import append_line
 
 
-def run_steps(accelerator: Accelerator, args, loader, scheduler, run, total_steps: int) -> None:
+def run_steps(accelerator: Accelerator, args, loader, scheduler, run, total_steps: int, validators=()) -> bool:
     """The loop: micro-steps, and at every K-th the step's line in metrics.jsonl and perhaps a checkpoint.
 
     Args:
-        args: of `add_run_arguments`, and `output_dir`.
+        args: of `add_run_arguments` and `add_validation_arguments`, and `output_dir`.
         loader: BucketDataLoader.
         run: (batch) -> what `run_micro_step` returns.
         total_steps: optimizer steps of the whole run.
+        validators: (step) -> values to add to the step's line, every --validation_steps and at the end; on all ranks.
+
+    Returns:
+        Whether all steps are done; else it was asked to stop, and a checkpoint holds where.
+
+    Raises:
+        UserError: too little memory, or too many steps whose gradient is not finite.
     """
     output_dir = Path(args.output_dir)
-    step = loader.global_step
+    step, skipped = loader.global_step, 0
     bar = tqdm(total=total_steps, initial=step, desc="training", disable=not accelerator.is_main_process)
-    record = StepRecord()
-    while step < total_steps:
-        for batch in loader:
-            record.data_arrived()
-            loss, grad_norm = run(batch)
-            record.micro_step_done(loss, batch["micro_step"])
-            if not accelerator.sync_gradients:
-                continue
-            step += 1
-            metrics = {
-                "step": step,
-                "epoch": loader.epoch,
-                # Reading the number waits for the step to end, so it comes before the clock is read.
-                "loss": accelerator.reduce(torch.stack(record.losses).mean(), "mean").item(),
-                "learning_rate": scheduler.get_last_lr()[0],
-                "grad_norm": float(grad_norm),
-                **record.describe(loader),
-            }
-            accelerator.log({name: value for name, value in metrics.items() if isinstance(value, float)}, step=step)
-            if accelerator.is_main_process:
-                append_line(output_dir / "metrics.jsonl", json.dumps(metrics))
-                bar.set_postfix_str(status_line(metrics, accelerator.num_processes))
-            bar.update()
-            if step % args.checkpointing_steps == 0 or step == total_steps:
-                save_checkpoint(accelerator, output_dir, step, args.checkpoints_total_limit)
-            record = StepRecord()
-            if step == total_steps:
+    with stop_requests(output_dir) as stop_wanted, bar:
+        record, done = StepRecord(), []
+        while step < total_steps:
+            for batch in loader:
+                record.data_arrived()
+                try:
+                    loss, grad_norm = run(batch)
+                except torch.OutOfMemoryError:
+                    raise _out_of_memory(accelerator, loader, batch, args) from None
+                record.micro_step_done(loss, batch["micro_step"])
+                done.append((loss, batch["sample_index"].tolist()))
+                if not accelerator.sync_gradients:
+                    continue
+                step += 1
+                loss, stop = _agree(accelerator, record, stop_wanted())
+                # With float16 an infinite gradient is how the scaler finds its scale; there the loss decides.
+                if not math.isfinite(grad_norm if accelerator.scaler is None else loss):
+                    skipped += 1
+                    _skip(accelerator, loader, done, step, skipped, args.max_skipped_steps)
+                metrics = {
+                    "step": step,
+                    "epoch": loader.epoch,
+                    "loss": _number(loss),
+                    "learning_rate": scheduler.get_last_lr()[0],
+                    "grad_norm": _number(grad_norm),
+                    "skipped_steps": skipped,
+                    **record.describe(loader),
+                }
+                last = stop or step == total_steps
+                if step % args.validation_steps == 0 or step == total_steps:
+                    for validate in validators:
+                        metrics |= validate(step)
+                _write(accelerator, output_dir, metrics, bar)
+                if step % args.checkpointing_steps == 0 or last:
+                    save_checkpoint(accelerator, output_dir, step, args.checkpoints_total_limit)
+                if last:
+                    break
+                record, done = StepRecord(), []
+            if stop:
                 break
-    bar.close()
+    if step < total_steps and accelerator.is_main_process:
+        (output_dir / "STOP").unlink(missing_ok=True)
+        say(f"stopped after step {step} of {total_steps}, as asked; to go on:\n{resume_command()}")
+    return step >= total_steps
 
 
 def run_micro_step(accelerator: Accelerator, model, optimizer, scheduler, losses, batch: dict, max_grad_norm: float):
     """Forward and backward of one micro-batch; every K-th call also clips and steps.
+
+    A gradient that is not finite changes nothing but the learning rate's schedule. It is seen in its norm, which is
+    the same on all ranks, so they agree without asking each other.
 
     Args:
         losses: (batch) -> the loss of each sample, [B].
@@ -65,15 +95,17 @@ def run_micro_step(accelerator: Accelerator, model, optimizer, scheduler, losses
 
     Returns:
         The weighted loss, a scalar tensor whose mean over the W*K micro-batches is the optimizer step's loss, and
-        the gradient's norm before clipping (None between optimizer steps).
+        the gradient's norm before clipping, a float (None between optimizer steps).
     """
     grad_norm = None
     with accelerator.accumulate(model):
         loss = losses(batch).mean() * batch["loss_weight"]
         accelerator.backward(loss)
         if accelerator.sync_gradients:
-            grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
-        optimizer.step()
+            grad_norm = float(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm))
+        # With float16 the scaler itself leaves such a step out, and must be told, to scale less.
+        if grad_norm is None or math.isfinite(grad_norm) or accelerator.scaler is not None:
+            optimizer.step()
         if accelerator.sync_gradients:
             scheduler.step()
         optimizer.zero_grad()
@@ -127,9 +159,63 @@ class StepRecord:
         }
 
 
+def _agree(accelerator: Accelerator, record: StepRecord, stop: bool) -> tuple[float, bool]:
+    """The optimizer step's loss, and whether any rank was asked to stop; one reduction for both.
+
+    Reading the numbers waits for the step to end, so it comes before the clock is read.
+    """
+    mine = torch.stack(record.losses).mean()
+    loss, asked = accelerator.reduce(torch.stack([mine, torch.full_like(mine, float(stop))]), "mean").tolist()
+    return loss, asked > 0
+
+
+def _skip(accelerator: Accelerator, loader, done: list[tuple], step: int, skipped: int, most: int) -> None:
+    """Names the samples behind a gradient that is not finite; ends the run at the `most`-th such step.
+
+    done: loss and sample indices of this rank's micro-batches.
+    """
+    mine = [sample for loss, samples in done if not torch.isfinite(loss) for sample in samples]
+    bad = sorted(set(gather_object(mine)))
+    if not bad:
+        what = "the gradient is not finite, though every loss is: lower --learning_rate or --max_grad_norm"
+    else:
+        files = loader.dataset.select_columns(["file"]) if "file" in loader.dataset.column_names else None
+        names = [str(sample) if files is None else f"{sample} ({files[sample]['file']})" for sample in bad]
+        what = f"the loss is not finite in micro-batches with the samples {', '.join(names)}"
+    if skipped >= most:
+        raise UserError(
+            f"step {step}: {what}. {skipped} steps were skipped for such a reason; --max_skipped_steps is {most}. "
+            "Take those samples out of the dataset, or resume from an earlier checkpoint with a lower learning rate."
+        )
+    if accelerator.is_main_process:
+        say(f"step {step} is skipped ({skipped} so far): {what}")
+
+
+def _out_of_memory(accelerator: Accelerator, loader, batch: dict, args) -> UserError:
+    reserved = torch.cuda.max_memory_reserved() / 2**30 if accelerator.device.type == "cuda" else 0.0
+    return out_of_memory(accelerator, loader, batch, reserved, parse_batch_sizes(args.batch_sizes))
+
+
+def _number(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None
+
+
+def _write(accelerator: Accelerator, output_dir: Path, metrics: dict, bar) -> None:
+    """The step's line, in metrics.jsonl, in the tracker and beside the progress bar."""
+    numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
+    by_shape = metrics.get("validation_loss_by_shape", {})
+    accelerator.log(numbers | {f"validation_loss/{name}": loss for name, loss in by_shape.items()}, metrics["step"])
+    if accelerator.is_main_process:
+        append_line(output_dir / "metrics.jsonl", json.dumps(metrics))
+        bar.set_postfix_str(status_line(metrics, accelerator.num_processes))
+    bar.update()
+
+
 def status_line(metrics: dict, world_size: int) -> str:
+    loss = "not finite" if metrics["loss"] is None else f"{metrics['loss']:.4f}"
     return (
-        f"loss {metrics['loss']:.4f} | {metrics['seconds']:.2f} s | {metrics['samples_per_second']:.2f} samples/s | "
+        f"loss {loss} | {metrics['seconds']:.2f} s | {metrics['samples_per_second']:.2f} samples/s | "
         f"{metrics['tokens_per_second'] / world_size:.0f} tokens/s/rank | "
         f"balance {metrics['balance_efficiency']:.3f} | data wait {metrics['data_wait_seconds']:.3f} s"
     )
@@ -161,3 +247,4 @@ def say_start(args, loader, scheduler, differences: list[str], total_steps: int)
     in_use = scheduler.scheduler.base_lrs[0]
     if in_use != args.learning_rate:  # a checkpoint brings its own learning rate back
         say(f"  learning rate {in_use} of the checkpoint is used, not --learning_rate {args.learning_rate}")
+    say(f"  to stop with a checkpoint: touch {Path(args.output_dir, 'STOP')}")

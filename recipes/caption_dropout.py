@@ -1,0 +1,54 @@
+"""How do some samples lose their caption, so that the model learns to be guided away from none?"""
+
+import hashlib
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from adaptiveload_hf import UserError
+
+
+def make_caption_dropout(proportion: float, dataset_dir, seed: int):
+    """(batch, epoch) -> batch, in which a share of the samples has the embedding of the empty caption.
+
+    Which ones depends on (seed, epoch, sample) alone, as their noise does.
+
+    Args:
+        proportion: of samples, 0 to 1.
+        dataset_dir: output_dir of prepare_dataset.py; holds empty_prompt_embeds.safetensors.
+
+    Raises:
+        UserError: no share of samples, or no such file.
+    """
+    if not 0 <= proportion <= 1:
+        raise UserError(f"--proportion_empty_prompts is between 0 and 1, but it is {proportion}.")
+    if proportion == 0:
+        return lambda batch, epoch: batch
+    path = Path(dataset_dir, "empty_prompt_embeds.safetensors")
+    if not path.exists():
+        raise UserError(
+            f"--proportion_empty_prompts needs the embedding of the empty caption, but there is no {path}. Give the "
+            "prepare_dataset.py command of this dataset again: it adds what is missing."
+        )
+    empty = load_file(path)
+
+    def drop(batch: dict, epoch: int) -> dict:
+        dropped = torch.tensor(
+            [_draw(seed, epoch, sample) < proportion for sample in batch["sample_index"].tolist()],
+            device=batch["latent"].device,
+        )
+        replaced = {}
+        for name, tensor in empty.items():
+            given = batch[name]
+            mask = dropped.view(-1, *[1] * tensor.ndim)
+            replaced[name] = torch.where(mask, tensor.to(given.device, given.dtype), given)
+        return {**batch, **replaced}
+
+    return drop
+
+
+def _draw(seed: int, epoch: int, sample: int) -> float:
+    """Uniform in [0, 1)."""
+    key = hashlib.blake2b(f"caption/{seed}/{epoch}/{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(key, "little") / 2**64

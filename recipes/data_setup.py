@@ -1,0 +1,50 @@
+"""Which data does a run train on, in which micro-batches, and for how many optimizer steps?"""
+
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from adaptiveload_hf import BucketConfig, BucketDataLoader, LatentShape, UserError
+
+
+def make_loader(
+    accelerator: Accelerator, args, dataset, bucket_config: BucketConfig, checkpoint: Path | None
+) -> tuple[BucketDataLoader, int]:
+    """The loader, where the checkpoint left it, and the optimizer steps of the whole run.
+
+    Args:
+        args: of `add_model_arguments` and `add_run_arguments`.
+        dataset: from `load_prepared`.
+    """
+    loader = BucketDataLoader(
+        dataset,
+        bucket_config,
+        accelerator=accelerator,
+        num_workers=args.dataloader_num_workers,
+        seed=args.seed,
+        balance=args.balance,
+        loss_normalization=args.loss_normalization,
+        memory_limit_gib=args.memory_limit_gib,
+        allow_extrapolation=args.allow_extrapolation,
+        batch_sizes=parse_batch_sizes(args.batch_sizes),
+    )
+    if checkpoint is not None:
+        loader.load_checkpoint(checkpoint)  # other ranks or another plan leave another number of steps
+    return loader, args.max_train_steps or loader.num_update_steps(args.num_train_epochs)
+
+
+def parse_batch_sizes(words: list[str] | None) -> dict[str, int] | None:
+    """`["21x60x104=1"]` as `{"21x60x104": 1}`.
+
+    Raises:
+        UserError: a word of another form.
+    """
+    if words is None:
+        return None
+    sizes = {}
+    for word in words:
+        shape, _, size = word.partition("=")
+        if not size.isdigit():
+            raise UserError(f"--batch_sizes is written SHAPE=B, such as 21x60x104=1, but found {word!r}.")
+        sizes[str(LatentShape.parse(shape))] = int(size)
+    return sizes

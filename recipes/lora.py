@@ -1,0 +1,84 @@
+"""How does a run train a LoRA alone: adapter in float32, base as it is, and only the adapter in what is saved?"""
+
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from diffusers.training_utils import cast_training_params
+from peft import LoraConfig
+
+from adaptiveload_hf import UserError
+
+
+def add_lora_arguments(parser) -> None:
+    """Without --rank the whole transformer is trained."""
+    add = parser.add_argument
+    add("--rank", type=int, help="of the LoRA; without it the whole transformer is trained")
+    add("--lora_alpha", type=float, help="default: the rank")
+    add("--lora_target_modules", nargs="+", metavar="NAME", default=["to_q", "to_k", "to_v", "to_out.0"],
+        help="ends of module names, such as to_q or ffn.net.2; default: attention")  # fmt: skip
+
+
+def add_lora(transformer, args) -> None:
+    """Freezes the transformer and adds an adapter to it, in float32 whatever the base is in.
+
+    Raises:
+        UserError: a rank below 1, or a target that fits no linear module of this transformer.
+    """
+    if args.rank < 1:
+        raise UserError(f"--rank must be 1 or more, but it is {args.rank}. Leave it out to train all weights.")
+    linear = [name for name, module in transformer.named_modules() if isinstance(module, torch.nn.Linear)]
+    unknown = [
+        target for target in args.lora_target_modules if not any(f".{name}".endswith(f".{target}") for name in linear)
+    ]
+    if unknown:
+        ends = sorted({name.split(".", 2)[-1] for name in linear if name.count(".") > 1})
+        raise UserError(
+            f"--lora_target_modules {' '.join(unknown)} names no linear module of {type(transformer).__name__}. "
+            f"Its blocks have {', '.join(ends)}."
+        )
+    transformer.requires_grad_(False)
+    transformer.add_adapter(
+        LoraConfig(r=args.rank, lora_alpha=args.lora_alpha or args.rank, target_modules=args.lora_target_modules)
+    )
+    cast_training_params(transformer, torch.float32)
+
+
+def leave_frozen_out(model) -> None:
+    """Keeps frozen parameters out of the model's state_dict, so that checkpoints hold and restore the adapter alone.
+
+    Args:
+        model: unwrapped, after `accelerator.prepare`, which reads the whole state_dict itself.
+    """
+    frozen = {_plain(name) for name, parameter in model.named_parameters() if not parameter.requires_grad}
+
+    def drop(module, state_dict, prefix, local_metadata):
+        for name in frozen:
+            state_dict.pop(prefix + name, None)
+
+    def expect(module, incompatible):
+        incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if _plain(key) not in frozen]
+
+    model.register_state_dict_post_hook(drop)
+    model.register_load_state_dict_post_hook(expect)
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without what DDP and activation checkpointing add to it."""
+    return name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "")
+
+
+def save_lora(accelerator: Accelerator, model, pipeline_class, folder: Path) -> None:
+    """Saves the adapter as `pipeline.load_lora_weights(folder)` loads it."""
+    state_dict = accelerator.get_state_dict(model)  # gathers: all ranks take part
+    if accelerator.is_main_process:
+        unwrapped = accelerator.unwrap_model(model)
+        # peft's own function finds nothing in blocks that activation checkpointing has wrapped, and says nothing.
+        layers = {name.replace(".default.", "."): value.cpu() for name, value in state_dict.items() if "lora_" in name}
+        pipeline_class.save_lora_weights(
+            folder,
+            transformer_lora_layers=layers,
+            transformer_lora_adapter_metadata=unwrapped.peft_config["default"].to_dict(),
+        )
+        print(f"the trained LoRA is {folder}/pytorch_lora_weights.safetensors", file=sys.stderr, flush=True)

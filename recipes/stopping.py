@@ -1,0 +1,71 @@
+"""How does a run end early without losing work, and with which command does it go on?"""
+
+import contextlib
+import shlex
+import signal
+import sys
+from pathlib import Path
+
+from adaptiveload_hf import UserError
+
+
+@contextlib.contextmanager
+def stop_requests(output_dir: Path):
+    """A block in which `touch output_dir/STOP`, SIGTERM and the first Ctrl-C ask for a stop instead of killing.
+
+    Yields:
+        () -> bool: whether this process was asked. The ranks agree on it in `run_steps`.
+    """
+    heard = []
+
+    def hear(number, frame):
+        if number == signal.SIGINT and number in heard:
+            raise KeyboardInterrupt
+        heard.append(number)
+
+    before = {number: signal.signal(number, hear) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield lambda: bool(heard) or (output_dir / "STOP").exists()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def resume_command(**changed: list[str]) -> str:
+    """This process's own command, resuming from the latest checkpoint, with the options in `changed` instead."""
+    changed = {"resume_from_checkpoint": ["latest"], **changed}
+    words, dropping = [], False
+    for word in sys.argv:
+        if word.startswith("--"):
+            dropping = word[2:].partition("=")[0] in changed
+        if not dropping:
+            words.append(word)
+    for name, values in changed.items():
+        words += [f"--{name}", *values]
+    return f"accelerate launch <the options it was launched with> {shlex.join(words)}"
+
+
+def out_of_memory(
+    accelerator, loader, batch: dict, reserved_gib: float, batch_sizes: dict[str, int] | None
+) -> UserError:
+    """What to say when a micro-batch did not fit: where, what was predicted, and how to go on.
+
+    Args:
+        reserved_gib: what the allocator held.
+        batch_sizes: those given by hand already, if any.
+    """
+    shape, batch_size = batch["bucket"], len(batch["sample_index"])
+    bucket = next(bucket for bucket in loader.plan.buckets if str(bucket.shape) == shape)
+    predicted = "no prediction" if bucket.gib is None else f"{bucket.gib:.1f} GiB predicted"
+    said = (
+        f"out of memory on rank {accelerator.process_index}: bucket {shape}, B = {batch_size}, {predicted} "
+        f"(for B = {bucket.batch_size}), {reserved_gib:.1f} GiB reserved. "
+    )
+    if batch_size == 1:
+        return UserError(
+            f"{said}It does not fit even alone: use more GPUs, activation checkpointing, or a dataset without this "
+            "shape."
+        )
+    smaller = {**(batch_sizes or {}), shape: max(1, int(0.8 * batch_size))}
+    words = [f"{name}={size}" for name, size in smaller.items()]
+    return UserError(f"{said}Go on with a smaller batch there:\n{resume_command(batch_sizes=words)}")

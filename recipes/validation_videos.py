@@ -1,0 +1,113 @@
+"""What does the model make of a few captions now? Clips by Wan's VAE, as mp4 and in the tracker."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from diffusers import AutoencoderKLWan, WanPipeline
+from make_demo_clips import write_clip
+from PIL import Image
+from validation import sample_latents
+from wan_training import WanVariant, needs_image
+
+from adaptiveload_hf import LatentShape, UserError
+
+
+def check_validation(args, variant: WanVariant, transformer_config: dict) -> None:
+    """Refuses samples that this transformer alone cannot make.
+
+    Raises:
+        UserError: --validation_prompt with an image-to-video transformer or with one of two experts.
+    """
+    if args.validation_prompt and (needs_image(transformer_config) or args.first_frame_given):
+        raise UserError("--validation_prompt samples from captions alone, but this transformer needs a first frame.")
+    if args.validation_prompt and variant.bounds != (0.0, 1.0):
+        raise UserError(
+            "--validation_prompt needs a transformer for all noise, but one of two experts is trained. Use "
+            "--validation_dataset here, and sample with WanPipeline once both are there."
+        )
+
+
+def encode_prompts(accelerator: Accelerator, args) -> list[torch.Tensor]:
+    """Embeddings of --validation_prompt and, last, of the empty caption, [1, L, E] each, on the CPU of every rank.
+
+    To be called before the transformer is loaded: the text encoder is as large, and is gone when this returns.
+    """
+    found = [None]
+    if accelerator.is_main_process:
+        parts = {"transformer": None, "vae": None}
+        if "transformer_2" in WanPipeline.load_config(args.pretrained_model_name_or_path, revision=args.revision):
+            parts["transformer_2"] = None
+        pipe = WanPipeline.from_pretrained(
+            args.pretrained_model_name_or_path, revision=args.revision, torch_dtype=torch.bfloat16, **parts
+        ).to(accelerator.device)
+        with torch.no_grad():
+            embeds = [
+                pipe.encode_prompt(prompt, do_classifier_free_guidance=False, device=accelerator.device)[0].cpu()
+                for prompt in (*args.validation_prompt, "")
+            ]
+        found = [embeds]
+    return broadcast_object_list(found)[0]
+
+
+def make_validation_videos(accelerator: Accelerator, args, predict, flow, channels: int, embeds: list[torch.Tensor]):
+    """(step) -> {}: samples a clip for each caption and saves it as validation/step-<step>-<number>.mp4.
+
+    Args:
+        predict, flow: as in `sample_latents`.
+        channels: of the latent.
+        embeds: from `encode_prompts`.
+
+    Raises:
+        UserError: --validation_resolution is no size of this VAE.
+    """
+    vae = AutoencoderKLWan.from_pretrained(
+        args.pretrained_model_name_or_path, subfolder="vae", revision=args.revision, torch_dtype=torch.float32
+    ).requires_grad_(False)
+    temporal, spatial = vae.config.scale_factor_temporal, vae.config.scale_factor_spatial
+    size = LatentShape.parse(args.validation_resolution)
+    if (size.frames - 1) % temporal or size.height % (2 * spatial) or size.width % (2 * spatial):
+        raise UserError(
+            f"--validation_resolution needs {temporal}n+1 frames and multiples of {2 * spatial} pixels, but it is "
+            f"{size}."
+        )
+    shape = (channels, (size.frames - 1) // temporal + 1, size.height // spatial, size.width // spatial)
+    captions = [{"prompt_embeds": embed.to(accelerator.device)} for embed in embeds]
+
+    def make(step: int) -> dict:
+        for number, prompt in enumerate(captions[:-1]):
+            latent = sample_latents(predict, flow, prompt, captions[-1], shape, accelerator.device, args)
+            if accelerator.is_main_process:
+                frames = _decode(vae, latent, accelerator.device)
+                path = Path(args.output_dir, "validation", f"step-{step}-{number}.mp4")
+                path.parent.mkdir(exist_ok=True)
+                write_clip(path, [Image.fromarray(frame) for frame in frames])
+                _track(accelerator, path, frames, f"validation/{number}", step)
+        return {}
+
+    return make
+
+
+@torch.no_grad()
+def _decode(vae, latent: torch.Tensor, device) -> np.ndarray:
+    """uint8 [F, H, W, 3]; the VAE is on the device no longer than this takes."""
+    vae.to(device)
+    statistics = (vae.config.latents_mean, vae.config.latents_std)
+    mean, std = (torch.tensor(values, device=device).view(1, -1, 1, 1, 1) for values in statistics)
+    video = vae.decode(latent * std + mean, return_dict=False)[0]
+    vae.to("cpu")
+    return ((video[0].clamp(-1, 1) + 1) * 127.5).round().byte().permute(1, 2, 3, 0).cpu().numpy()
+
+
+def _track(accelerator: Accelerator, path: Path, frames: np.ndarray, name: str, step: int) -> None:
+    """tensorboard gets the first, middle and last frame, wandb and trackio the clip; others have no place for it."""
+    for tracker in accelerator.trackers:
+        if tracker.name == "tensorboard":
+            chosen = frames[[0, len(frames) // 2, len(frames) - 1]]
+            tracker.writer.add_images(name, chosen, step, dataformats="NHWC")
+        elif tracker.name in ("wandb", "trackio"):
+            video = sys.modules[tracker.name].Video(str(path))
+            accelerator.get_tracker(tracker.name).log({name: video}, step=step)

@@ -1,0 +1,88 @@
+"""Is the model set up as asked, described as it is, and refused where its first step would fail?"""
+
+import pytest
+import torch
+from accelerate.utils import FullyShardedDataParallelPlugin
+from diffusers import WanTransformer3DModel
+from lora import add_lora
+from model_setup import (
+    describe_run,
+    load_transformer,
+    load_transformer_config,
+    prepare_training,
+    refuse_unsafe_sharding,
+)
+from support.accelerators import FSDP2, fresh_accelerate, one_rank
+from support.recipe_arguments import parse
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from wan_training import MODEL_CLASS
+
+from adaptiveload_hf import UserError, make_accelerator
+
+
+def prepared(accelerator, args):
+    return prepare_training(accelerator, args, load_transformer(accelerator, MODEL_CLASS, args))
+
+
+def test_a_run_describes_what_its_seconds_hold_for(small_pipeline):
+    with fresh_accelerate(ACCELERATE_USE_CPU="true"):
+        args = parse(small_pipeline, "--gradient_checkpointing", "--no_patch", "--rank", 2)
+        config = load_transformer_config(MODEL_CLASS, args)
+        accelerator = make_accelerator(gradient_accumulation_steps=2)
+        model, environment = describe_run(accelerator, args, MODEL_CLASS, config)
+        deeper, _ = describe_run(accelerator, args, MODEL_CLASS, {**config, "num_layers": 5})
+    assert model["class"] == "WanTransformer3DModel"
+    assert model["config_hash"] != deeper["config_hash"]
+    assert (environment["world_size"], environment["strategy"], environment["dtype"]) == (1, "single", "float32")
+    assert (environment["patched"], environment["activation_checkpointing"]) == (False, True)
+    assert (environment["gradient_accumulation_steps"], environment["lora"]) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("variables", "checkpointing", "message"),
+    [
+        ({"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, False, "has fsdp_cpu_ram_efficient_loading: true"),
+        ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, True, "checkpointed twice"),
+    ],
+)
+def test_fsdp_settings_that_fail_in_the_first_step_are_refused(variables, checkpointing, message):
+    with fresh_accelerate(**one_rank(**{**FSDP2, **variables})), pytest.raises(UserError, match=message):
+        refuse_unsafe_sharding(make_accelerator(), checkpointing)
+
+
+def test_checkpointing_under_a_policy_that_casts_inputs_is_refused_by_name():
+    with fresh_accelerate(**one_rank(**FSDP2)):
+        plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=MixedPrecisionPolicy(torch.bfloat16))
+        accelerator = make_accelerator(fsdp_plugin=plugin)
+        with pytest.raises(UserError, match=r"cast_forward_inputs=True.*fsdp_activation_checkpointing: true"):
+            refuse_unsafe_sharding(accelerator, gradient_checkpointing=True)
+
+
+def test_from_scratch_takes_the_configuration_but_not_the_weights(small_pipeline):
+    with fresh_accelerate(ACCELERATE_USE_CPU="true"):
+        torch.manual_seed(1)
+        model = prepared(make_accelerator(), parse(small_pipeline, "--from_scratch", "--no_patch"))[0]
+    saved = WanTransformer3DModel.from_pretrained(small_pipeline, subfolder="transformer")
+    assert dict(model.config).items() >= {"num_layers": saved.config.num_layers}.items()
+    assert not torch.equal(model.proj_out.weight, saved.proj_out.weight)
+
+
+@pytest.mark.parametrize("launch", [{"ACCELERATE_USE_CPU": "true"}, one_rank(**FSDP2)], ids=["single", "fsdp2"])
+def test_under_bf16_a_lora_is_trained_in_float32_and_its_base_stays_in_bf16(small_pipeline, launch):
+    with fresh_accelerate(**launch):
+        model, optimizer, _ = prepared(make_accelerator(mixed_precision="bf16"), parse(small_pipeline, "--rank", 2))
+        trained = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+        frozen = {name: p.dtype for name, p in model.named_parameters() if not p.requires_grad}
+        held = sum(len(group["params"]) for group in optimizer.param_groups)
+    assert len(trained) == held == 2 * 2 * 2 * 4  # blocks, attentions, A and B, targets
+    assert set(trained.values()) == {torch.float32}
+    assert frozen["blocks.0.attn1.to_q.base_layer.weight"] == frozen["blocks.1.ffn.net.2.weight"] == torch.bfloat16
+
+
+def test_lora_targets_that_are_not_there_and_a_rank_of_nothing_are_refused(small_pipeline):
+    args = parse(small_pipeline, "--rank", 2, "--lora_target_modules", "to_q", "to_z", "q")
+    transformer = WanTransformer3DModel.from_pretrained(small_pipeline, subfolder="transformer")
+    with pytest.raises(UserError, match=r"to_z q names no linear module.*attn1.to_q.*ffn.net.2"):
+        add_lora(transformer, args)
+    with pytest.raises(UserError, match="--rank must be 1 or more, but it is 0"):
+        add_lora(transformer, parse(small_pipeline, "--rank", 0))

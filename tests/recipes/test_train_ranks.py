@@ -1,0 +1,152 @@
+"""Do runs on two FSDP2 ranks train, die together with the reason, and go on bit for bit, also on other ranks?"""
+
+import shutil
+import signal
+import subprocess
+import time
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from diffusers import WanTransformer3DModel
+from support.launch import ROOT, command_of, environment_of, launch
+from support.prepared import save_config, save_prepared
+from support.train_ranks import COUNTS, arguments, metrics_of, timeless, train_here, train_on_ranks
+from torch.distributed.checkpoint import FileSystemReader
+from torch.multiprocessing import ProcessExitedException
+
+from adaptiveload_hf import UserError
+
+RECIPE = ROOT / "recipes" / "train_wan.py"
+LATEST = ("--resume_from_checkpoint", "latest")
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def setup(small_pipeline, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    return SimpleNamespace(
+        pipeline=small_pipeline,
+        dataset=save_prepared(folder / "prepared", COUNTS),
+        config=save_config(folder / "config", COUNTS),
+        folder=folder,
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(setup):
+    """8 optimizer steps on two ranks, over the end of the first epoch, keeping the newest checkpoint; launched."""
+    run = setup.folder / "undisturbed"
+    done = launch(RECIPE, *arguments(setup, run, "--checkpoints_total_limit", 1))
+    assert done.returncode == 0, done.stderr
+    return SimpleNamespace(folder=run, stderr=done.stderr, metrics=metrics_of(run))
+
+
+def test_a_launched_run_trains_every_sample_once_an_epoch_and_says_what_it_does(undisturbed):
+    metrics = undisturbed.metrics
+    assert [line["step"] for line in metrics] == list(range(1, 9))
+    first_epoch = [line for line in metrics if line["epoch"] == 0]
+    assert 0 < len(first_epoch) < 8, "the run should go over an epoch's end"
+    for line in metrics:
+        assert [len(micro_step) for micro_step in line["micro_batches"]] == [2, 2]
+        assert 0 < line["balance_efficiency"] <= 1
+    assert sum(line["samples"] for line in first_epoch) == sum(COUNTS.values())
+    assert undisturbed.stderr.count("***** Running training *****") == 1
+    assert "WanTransformerBlock" in undisturbed.stderr, "the patch report"
+    assert [path.name for path in undisturbed.folder.glob("*checkpoint*")] == ["checkpoint-8"]
+    WanTransformer3DModel.from_pretrained(undisturbed.folder / "transformer")
+
+
+def test_a_run_whose_rank_is_killed_goes_on_bit_for_bit(undisturbed, setup, tmp_path):
+    run = tmp_path / "run"
+    with pytest.raises(ProcessExitedException, match="signal SIGKILL"):
+        train_on_ranks(2, arguments(setup, run), kill_at=12)
+    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-4"]
+    (run / "partial-checkpoint-8").mkdir()  # as a kill during a save leaves it
+    train_on_ranks(2, arguments(setup, run, *LATEST))
+    assert timeless(metrics_of(run)) == timeless(undisturbed.metrics)
+    assert [path.name for path in run.glob("*checkpoint-8")] == ["checkpoint-8"]
+
+
+def test_a_run_of_two_ranks_goes_on_on_one_if_that_one_shards_too(undisturbed, setup, tmp_path):
+    run = shutil.copytree(undisturbed.folder, tmp_path / "run")
+    words = arguments(setup, run, *LATEST, max_train_steps=None, num_train_epochs=2)
+    with pytest.raises(UserError, match=r"checkpoint-8 was written under FSDP2, but .* Launch with an FSDP2 config"):
+        train_here(setup, run, *LATEST, max_train_steps=None, num_train_epochs=2)
+    train_on_ranks(1, words)
+    second = [line for line in metrics_of(run) if line["epoch"] == 1]
+    assert sum(line["samples"] for line in second) == sum(COUNTS.values())
+    assert {len(step) for line in second for step in line["micro_batches"]} == {1, 2}
+
+
+def test_a_stop_that_one_rank_alone_was_asked_for_ends_both_with_a_checkpoint(setup, tmp_path):
+    train_on_ranks(2, arguments(setup, tmp_path), terminate_at=5)
+    assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3]
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]
+    assert not (tmp_path / "transformer").exists()
+
+
+def test_a_lora_under_activation_checkpointing_is_validated_and_goes_on_bit_for_bit(setup, tmp_path):
+    options = ("--rank", 2, "--validation_dataset", setup.dataset, "--validation_steps", 2)
+    options += (
+        "--validation_prompt",
+        "a cat",
+        "--validation_resolution",
+        "1x32x32",
+        "--validation_inference_steps",
+        2,
+    )
+    environment = {"FSDP_ACTIVATION_CHECKPOINTING": "true", "ACCELERATE_MIXED_PRECISION": "bf16"}
+    steps = {"max_train_steps": 4, "checkpointing_steps": 2}
+    train_on_ranks(2, arguments(setup, tmp_path / "whole", *options, **steps), **environment)
+    train_on_ranks(2, arguments(setup, tmp_path / "cut", *options, **{**steps, "max_train_steps": 2}), **environment)
+    kept = FileSystemReader(tmp_path / "cut/checkpoint-2/pytorch_model_fsdp_0").read_metadata().state_dict_metadata
+    assert len(kept) == 2 * 2 * 2 * 4
+    assert all("lora_" in name for name in kept), "the frozen base should be in no checkpoint"
+    train_on_ranks(2, arguments(setup, tmp_path / "cut", *options, *LATEST, **steps), **environment)
+    assert timeless(metrics_of(tmp_path / "cut")) == timeless(metrics_of(tmp_path / "whole"))
+    assert metrics_of(tmp_path / "cut")[3]["validation_loss"] > 0
+    assert (tmp_path / "cut" / "validation" / "step-4-0.mp4").stat().st_size > 0
+    assert (tmp_path / "cut" / "pytorch_lora_weights.safetensors").exists()
+
+
+def test_a_bad_latent_on_one_rank_ends_all_ranks_and_names_the_sample(setup, tmp_path):
+    bad = save_prepared(tmp_path / "bad", COUNTS, nan_in=30)
+    begin = time.monotonic()
+    with pytest.raises(ProcessExitedException, match="exit code 1"):
+        train_on_ranks(2, arguments(setup, tmp_path / "run", dataset=bad), ERRORS=str(tmp_path))
+    assert time.monotonic() - begin < 120
+    reasons = "".join((tmp_path / str(rank)).read_text() for rank in range(2) if (tmp_path / str(rank)).exists())
+    assert "latent of sample 30 (30.mp4) has NaN or infinite values" in reasons
+
+
+@pytest.mark.slow
+def test_runs_killed_at_twenty_random_moments_go_on_bit_for_bit(undisturbed, setup, tmp_path):
+    """Real launchers, a rank killed after a random time, until the run gets to its end; each ends within a minute."""
+    import random
+
+    moments, run, kills = random.Random(0), tmp_path / "run", 0
+    command = command_of(RECIPE, *arguments(setup, run, *LATEST, checkpointing_steps=1))
+    while kills < 20:
+        launcher = subprocess.Popen(command, cwd=ROOT, env=environment_of(), stderr=subprocess.PIPE, text=True)
+        ranks = []
+        while len(ranks) < 2 and launcher.poll() is None:
+            time.sleep(0.1)
+            ranks = [p for p in psutil.Process(launcher.pid).children(recursive=True) if str(RECIPE) in p.cmdline()]
+        time.sleep(moments.uniform(0, 15))
+        if launcher.poll() is None:
+            moments.choice(ranks).send_signal(signal.SIGKILL)
+            begin = time.monotonic()
+            _, said = launcher.communicate(timeout=60)
+            assert launcher.returncode != 0
+            assert time.monotonic() - begin < 60
+            assert "exitcode  : -9" in said
+            kills += 1
+        else:
+            assert launcher.returncode == 0, launcher.communicate()[1]
+            assert timeless(metrics_of(run)) == timeless(undisturbed.metrics)
+            shutil.rmtree(run)
+    done = launch(RECIPE, *arguments(setup, run, *LATEST, checkpointing_steps=1))
+    assert done.returncode == 0, done.stderr
+    assert timeless(metrics_of(run)) == timeless(undisturbed.metrics)

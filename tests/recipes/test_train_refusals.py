@@ -1,0 +1,157 @@
+"""What does a run refuse by name before it reads any weights, and what does it survive?"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import train_wan
+from caption_dropout import make_caption_dropout
+from data_setup import parse_batch_sizes
+from safetensors.torch import save_file
+from stopping import resume_command
+from support.prepared import save_config, save_prepared
+from support.train_ranks import COUNTS, train_here
+
+from adaptiveload_hf import UserError
+
+
+@pytest.fixture(scope="module")
+def setup(small_pipeline, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("refusals")
+    return SimpleNamespace(
+        pipeline=small_pipeline,
+        dataset=save_prepared(folder / "prepared", COUNTS),
+        config=save_config(folder / "config", COUNTS, memory=True),
+    )
+
+
+def test_resuming_on_another_dataset_is_refused(setup, tmp_path):
+    train_here(setup, tmp_path / "run", max_train_steps=1)
+    other = save_prepared(tmp_path / "other", {**COUNTS, "1x4x4": 18})
+    with pytest.raises(UserError, match="trained on another dataset"):
+        train_here(setup, tmp_path / "run", "--resume_from_checkpoint", "latest", dataset=other)
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(setup, tmp_path):
+    (tmp_path / "checkpoint-4").mkdir()
+    with pytest.raises(UserError, match=r"already holds a run \(checkpoint-4\)\. Pass --resume_from"):
+        train_here(setup, tmp_path)
+
+
+def test_an_unknown_tracker_is_wrong_usage(setup, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        train_here(setup, tmp_path, "--report_to", "paper")
+    assert "invalid choice: 'paper'" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_is_not_there_is_named_with_those_that_are(setup, tmp_path):
+    (tmp_path / "checkpoint-4").mkdir()
+    with pytest.raises(UserError, match=r"checkpoint-9: no such folder; .* holds checkpoint-4"):
+        train_here(setup, tmp_path, "--resume_from_checkpoint", "checkpoint-9")
+
+
+def test_a_shape_outside_the_measured_range_is_refused(setup, tmp_path):
+    larger = save_prepared(tmp_path / "larger", {**COUNTS, "9x8x8": 4})
+    with pytest.raises(UserError, match="9x8x8"):
+        train_here(setup, tmp_path / "run", dataset=larger)
+
+
+def test_a_bucket_that_does_not_fit_into_memory_is_refused(setup, tmp_path):
+    with pytest.raises(UserError, match="5x4x8"):
+        train_here(setup, tmp_path / "run", "--memory_limit_gib", 1.3)
+
+
+def test_fewer_samples_than_an_optimizer_step_needs_are_refused(setup, tmp_path):
+    few = save_prepared(tmp_path / "few", {"1x4x4": 3})
+    with pytest.raises(UserError, match="at least one sample for each of"):
+        train_here(setup, tmp_path / "run", dataset=few, gradient_accumulation_steps=4)
+
+
+def test_caption_dropout_without_the_empty_caption_is_refused_before_the_first_step(setup, tmp_path):
+    with pytest.raises(UserError, match=r"there is no .*empty_prompt_embeds\.safetensors\. Give the prepare_dataset"):
+        train_here(setup, tmp_path / "run", "--proportion_empty_prompts", 0.1)
+    with pytest.raises(UserError, match=r"between 0 and 1, but it is 1\.5"):
+        train_here(setup, tmp_path / "run", "--proportion_empty_prompts", 1.5)
+
+
+def test_captions_are_dropped_in_the_share_that_was_asked_the_same_ones_in_any_batch(tmp_path):
+    empty = {"prompt_embeds": torch.full((8, 4), 7.0), "pooled_prompt_embeds": torch.full((3,), 5.0)}
+    save_file(empty, tmp_path / "empty_prompt_embeds.safetensors")
+    drop = make_caption_dropout(0.25, tmp_path, seed=0)
+    samples = torch.arange(400)
+    batch = {
+        "latent": torch.zeros(400, 1),
+        "prompt_embeds": torch.zeros(400, 8, 4).bfloat16(),
+        "pooled_prompt_embeds": torch.zeros(400, 3),
+        "sample_index": samples,
+    }
+    dropped = drop(batch, 0)["prompt_embeds"].eq(7).flatten(1).all(1)
+    assert torch.equal(dropped, drop(batch, 0)["pooled_prompt_embeds"].eq(5).all(1))
+    assert dropped.float().mean().item() == pytest.approx(0.25, abs=0.06)
+    part = {name: value[100:103] for name, value in batch.items()}
+    assert torch.equal(drop(part, 0)["prompt_embeds"].eq(7).flatten(1).all(1), dropped[100:103])
+    assert not torch.equal(drop(batch, 1)["prompt_embeds"].eq(7).flatten(1).all(1), dropped)
+    assert drop(batch, 0)["prompt_embeds"].dtype == torch.bfloat16
+
+
+def nan_in_steps(monkeypatch, *micro_steps):
+    """The loss of these micro-steps, counted over the run, is NaN."""
+    done, original = [], train_wan.run_micro_step
+
+    def run(accelerator, model, optimizer, scheduler, losses, batch, norm):
+        done.append(None)
+        factor = float("nan") if len(done) in micro_steps else 1.0
+        return original(accelerator, model, optimizer, scheduler, lambda b: factor * losses(b), batch, norm)
+
+    monkeypatch.setattr(train_wan, "run_micro_step", run)
+
+
+def test_a_step_whose_loss_is_nan_is_skipped_counted_and_its_samples_are_named(setup, tmp_path, monkeypatch, capsys):
+    nan_in_steps(monkeypatch, 4)
+    metrics = train_here(setup, tmp_path / "run", max_train_steps=4)
+    assert [line["skipped_steps"] for line in metrics] == [0, 1, 1, 1]
+    assert [line["loss"] is None for line in metrics] == [False, True, False, False]
+    said = capsys.readouterr().err
+    assert "step 2 is skipped (1 so far): the loss is not finite in micro-batches with the samples " in said
+    named = said[said.index("with the samples ") :].splitlines()[0]
+    assert named.count(".mp4)") == metrics[1]["micro_batches"][1][0]["batch_size"]
+
+
+def test_a_run_ends_at_the_last_step_it_may_skip(setup, tmp_path, monkeypatch):
+    nan_in_steps(monkeypatch, *range(3, 100))
+    with pytest.raises(UserError, match=r"step 3: the loss is not finite.*mp4\).*2 steps were skipped"):
+        train_here(setup, tmp_path / "run", "--max_skipped_steps", 2)
+
+
+def test_out_of_memory_names_rank_bucket_and_sizes_and_a_command_that_goes_on(setup, tmp_path, monkeypatch):
+    def run(accelerator, model, optimizer, scheduler, losses, batch, norm):
+        if batch["bucket"] == "1x4x4":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(accelerator, model, optimizer, scheduler, losses, batch, norm)
+
+    original = train_wan.run_micro_step
+    monkeypatch.setattr(train_wan, "run_micro_step", run)
+    with pytest.raises(UserError) as caught:
+        train_here(setup, tmp_path / "run", "--batch_sizes", "1x4x8=2")
+    said = str(caught.value)
+    assert "out of memory on rank 0: bucket 1x4x4, B = " in said
+    assert "GiB predicted" in said and "0.0 GiB reserved" in said
+    words = said.split("train_wan.py ")[1].split()
+    smaller = words[words.index("--batch_sizes") + 1 :]
+    assert smaller[0] == "1x4x8=2"
+    monkeypatch.setattr(train_wan, "run_micro_step", original)
+    metrics = train_here(setup, tmp_path / "run", "--batch_sizes", *smaller, max_train_steps=20)
+    most = int(smaller[1].removeprefix("1x4x4="))
+    assert max(b["batch_size"] for m in metrics for step in m["micro_batches"] for b in step) <= max(most, 2)
+
+
+def test_a_resume_command_replaces_options_and_keeps_the_others(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train_wan.py", "--a", "1", "--batch_sizes", "x=1", "y=2", "--b", "two words"])
+    command = resume_command(batch_sizes=["z=3"])
+    assert command.endswith("train_wan.py --a 1 --b 'two words' --resume_from_checkpoint latest --batch_sizes z=3")
+
+
+def test_batch_sizes_of_another_form_are_refused():
+    assert parse_batch_sizes(["21x60x104=1"]) == {"21x60x104": 1}
+    with pytest.raises(UserError, match="SHAPE=B, such as 21x60x104=1, but found '21x60x104'"):
+        parse_batch_sizes(["21x60x104"])

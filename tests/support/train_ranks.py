@@ -1,0 +1,106 @@
+"""Runs recipes/train_wan.py in this process, or as the ranks of a world under FSDP2 over gloo (see support.worlds)."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from support.accelerators import FSDP2, fresh_accelerate
+from support.worlds import on_ranks
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+COUNTS = {"1x4x4": 17, "1x4x8": 9, "2x4x8": 8, "5x4x8": 14}
+TIMES = {"seconds", "samples_per_second", "tokens_per_second", "data_wait_seconds"}
+
+
+def arguments(setup, output_dir, *extra, **changed) -> list[str]:
+    """The command line of a run; `changed` replaces a value or, with None, leaves it out; `extra` is appended.
+
+    setup: has pipeline, dataset and config.
+    """
+    values = {
+        "pretrained_model_name_or_path": setup.pipeline,
+        "dataset": setup.dataset,
+        "bucket_config": setup.config,
+        "output_dir": output_dir,
+        "gradient_accumulation_steps": 2,
+        "max_train_steps": 8,
+        "checkpointing_steps": 4,
+        "learning_rate": 1e-3,
+        "report_to": "none",
+        **changed,
+    }
+    given = {f"--{name}": value for name, value in values.items() if value is not None}
+    return [str(word) for option in given.items() for word in option] + list(map(str, extra))
+
+
+def train_here(setup, output_dir, *extra, **changed) -> list[dict]:
+    """The whole recipe in this process, on one rank; its metrics."""
+    import train_wan
+
+    before = sys.argv
+    sys.argv = ["train_wan.py", *arguments(setup, output_dir, *extra, **changed)]
+    try:
+        with fresh_accelerate(ACCELERATE_USE_CPU="true"):
+            train_wan.main()
+    finally:
+        sys.argv = before
+    return metrics_of(output_dir)
+
+
+def train_on_ranks(
+    world_size: int, words: list[str], *, kill_at: int = 0, terminate_at: int = 0, **environment: str
+) -> None:
+    """The whole recipe on `world_size` ranks with this command line.
+
+    kill_at, terminate_at: the micro-step, from 1, at which the last rank gets SIGKILL or SIGTERM.
+    environment: of the ranks; ERRORS is a folder in which each rank writes why it ends, as under a launcher.
+    """
+    signals = {kill_at: signal.SIGKILL, terminate_at: signal.SIGTERM}
+    moments = [[step, number] for step, number in signals.items() if step]
+    on_ranks(world_size, _run_rank, words, moments, timeout=240, **{**FSDP2, **environment})
+
+
+def metrics_of(run) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(metrics: list[dict]) -> list[dict]:
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in metrics]
+
+
+def save_small_transformer(folder, **changed) -> None:
+    """A Wan transformer of two narrow layers; `changed` are further arguments of its configuration."""
+    import torch
+    from diffusers import WanTransformer3DModel
+
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 32, "num_layers": 2, "freq_dim": 16}
+    channels = {"in_channels": 16, "out_channels": 16, "text_dim": 32, "rope_max_seq_len": 64}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        WanTransformer3DModel(**{**sizes, **channels, **changed}).save_pretrained(folder)
+
+
+def _run_rank(words: list[str], moments: list) -> None:
+    sys.path.insert(0, str(RECIPES))
+    import train_wan
+
+    if "ERRORS" in os.environ:
+        os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.join(os.environ["ERRORS"], os.environ["RANK"])
+    if moments and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
+        train_wan.run_micro_step = _interrupted(train_wan.run_micro_step, dict(moments))
+    sys.argv = ["train_wan.py", *words]
+    train_wan.main()
+
+
+def _interrupted(run_micro_step, moments: dict[int, int]):
+    done = []
+
+    def run(*arguments):
+        done.append(None)
+        if len(done) in moments:
+            os.kill(os.getpid(), moments[len(done)])
+        return run_micro_step(*arguments)
+
+    return run
