@@ -154,11 +154,11 @@ def find_stored(output_dir: Path, dataset: datasets.Dataset | None) -> dict[str,
         stored[keys["latent"]] = Stored(row["path"], row["offset"], row["size"], shapes)
         stored[keys["text"]] = Stored(row["text_path"], row["text_offset"], row["text_size"], text)
         indexed |= {row["path"], row["text_path"]}
-    for shard in sorted((output_dir / "shards").glob("*.tar")):
-        path = f"shards/{shard.name}"
-        if path not in indexed:
-            stored = dict(read_shard(output_dir, path)) | stored
-    return {key: place for key, place in stored.items() if (output_dir / place.path).exists()}
+    shards = {f"shards/{shard.name}": shard.stat().st_size for shard in (output_dir / "shards").glob("*.tar")}
+    stored = {key: place for key, place in stored.items() if place.offset + place.size <= shards.get(place.path, 0)}
+    for path in sorted(shards.keys() - indexed):
+        stored = dict(read_shard(output_dir, path)) | stored
+    return stored
 
 
 def compact(output_dir: Path, keys: Iterable[str], stored: dict[str, Stored]) -> dict[str, Stored]:

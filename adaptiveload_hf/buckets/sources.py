@@ -53,11 +53,25 @@ def load_prepared(path: str | Path):
     if not set(COLUMNS) <= set(dataset.column_names):
         return dataset
     root = Path(os.path.abspath(folder)).parent
-    shards = {name for column in ("path", "text_path") for name in dataset.unique(column)}
-    for shard in sorted(root / name for name in shards):
-        if not shard.is_file():
-            raise UserError(f"{shard} is missing. Copy all of {root}, or run recipes/prepare_dataset.py again.")
+    _check_shards(dataset, root)
     return dataset.with_transform(ReadSamples(str(root), True, dataset[0]["prompt_embeds_shape"][0]))
+
+
+def _check_shards(dataset, root: Path) -> None:
+    """Raises a UserError unless every file that the rows name is there, as long as they need it."""
+    import pyarrow.compute
+
+    for path, *place in (("path", "offset", "size"), ("text_path", "text_offset", "text_size")):
+        ends = pyarrow.compute.add(*(dataset.data.column(name) for name in place))
+        needed = (
+            pyarrow.table([dataset.data.column(path), ends], [path, "end"]).group_by(path).aggregate([("end", "max")])
+        )
+        for row in sorted(needed.to_pylist(), key=str):
+            shard = root / row[path]
+            if not shard.is_file() or shard.stat().st_size < row["end_max"]:
+                raise UserError(
+                    f"{shard} is missing or cut short. Copy all of {root}, or run recipes/prepare_dataset.py again."
+                )
 
 
 def load_latent_folder(folder: str | Path, *, latent_normalized: bool | None = None, prompt_length: int | None = None):

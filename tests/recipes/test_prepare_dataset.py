@@ -16,14 +16,9 @@ from make_demo_clips import make_demo_clips
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from support.clips import moving_bar, real_clips, write_clip
-from support.preparing import report_of, run
+from support.preparing import report_of, run, tensor_of
 
 from adaptiveload_hf.buckets.sources import load_prepared
-
-
-def tensor_of(row, name) -> torch.Tensor:
-    assert row[f"{name}_dtype"] == "bfloat16"
-    return torch.frombuffer(bytearray(row[name]), dtype=torch.bfloat16).view(row[f"{name}_shape"])
 
 
 @pytest.fixture

@@ -1,0 +1,128 @@
+"""Which rows and files of a folder are samples, and is everything else named?"""
+
+import os
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from data_folder import list_samples
+from PIL import Image
+
+from adaptiveload_hf import UserError
+
+
+@pytest.fixture
+def root(tmp_path):
+    folder = tmp_path / "data"
+    (folder / "sub").mkdir(parents=True)
+    for name in ("a.png", "b.png", "sub/a.png"):
+        Image.new("RGB", (8, 8)).save(folder / name)
+    return folder
+
+
+def refused(listing):
+    return {entry["file"]: entry["reason"] for entry in listing.refused}
+
+
+def write(path, text, encoding="utf-8"):
+    path.write_bytes(text.encode(encoding))
+
+
+def test_a_csv_of_windows_is_read_and_each_bad_line_is_named(root):
+    lines = ["file_name,text", 'a.png,"one, with a comma', 'and a line break"', "b.png,two,three", "sub\\a.png,zwei"]
+    lines += ["../a.png,out", "a.png,again", "gone.png,x", "b.png,schön"]
+    content = "\r\n".join(lines).encode("utf-8-sig") + b"\r\nb.png,caf\xe9\r\n\r\n"
+    (root / "metadata.csv").write_bytes(content + b'c.png,"never closed\r\nb.png,lost')
+    listing = list_samples(root)
+    assert listing.captions == {
+        "a.png": "one, with a comma\r\nand a line break",
+        "sub/a.png": "zwei",
+        "b.png": "schön",
+    }
+    assert refused(listing) == {
+        "metadata.csv:4": "it has 3 fields, but the first line has 2",
+        "metadata.csv:6": "../a.png leads out of the folder; only files in it are read",
+        "metadata.csv:7": "a.png has a row already, at metadata.csv:2; that one counts",
+        "metadata.csv:8": "no picture or clip gone.png is in the folder",
+        "metadata.csv:10": "it is not UTF-8; save the file as UTF-8",
+        "metadata.csv:12": "it is no CSV, and perhaps what follows is lost with it: unexpected end of data",
+    }
+
+
+def test_metadata_files_of_all_kinds_and_folders_are_read_together(root):
+    write(
+        root / "metadata.jsonl", '{"file_name": "a.png", "text": "one"}\n{"file_name": "sub/a.png", "text": "two"}\n'
+    )
+    write(root / "sub/metadata.csv", "file_name,text\na.png,other\n")
+    pyarrow.parquet.write_table(
+        pyarrow.table({"file_name": ["b.png", "c.png"], "text": ["three", None]}), root / "metadata.parquet"
+    )
+    listing = list_samples(root)
+    assert listing.captions == {"a.png": "one", "sub/a.png": "two", "b.png": "three"}
+    assert refused(listing) == {
+        "sub/metadata.csv:2": "sub/a.png has a row already, at metadata.jsonl:2; that one counts",
+        "metadata.parquet:2": "no picture or clip c.png is in the folder",
+    }
+
+
+def test_other_columns_are_read_when_they_are_named_and_asked_for_when_not(root):
+    write(root / "metadata.csv", "video,prompt\na.png,one\nb.png,two\nsub/a.png,three\n")
+    assert list(list_samples(root, "video", "prompt").captions.values()) == ["one", "two", "three"]
+    with pytest.raises(UserError, match=r"gives no sample a 'text', .*\['prompt', 'video'\]. Say with --caption_col"):
+        list_samples(root, "video")
+    with pytest.raises(UserError, match=r"metadata.csv in .* has no usable row. Mend the rows listed above"):
+        list_samples(root)
+    write(root / "metadata.parquet", "no parquet")
+    with pytest.raises(UserError, match="is no whole parquet file"):
+        list_samples(root)
+
+
+def test_a_row_that_is_no_text_is_named(root):
+    rows = ['{"file_name": 3}', '{"video": "a.png"}', '{"file_name": "a.png", "text": ["x"]}', "[" * 100_000]
+    rows += ['{"file_name": "a.png", "text": "\\ud800"}', '{"file_name": "b.png", "text": "good"}']
+    write(root / "metadata.jsonl", "\n".join(rows))
+    listing = list_samples(root)
+    assert listing.captions == {"b.png": "good"}
+    found = refused(listing)
+    assert (
+        found["metadata.jsonl:1"]
+        == "it must have a string \"file_name\", but it has ['file_name']; see --video_column"
+    )
+    assert found["metadata.jsonl:2"].startswith("it must have a string \"file_name\", but it has ['video']")
+    assert found["metadata.jsonl:3"] == "its \"text\" must be a string, but it is ['x']"
+    assert found["metadata.jsonl:4"].startswith(("its JSON is nested too deeply", "it is not JSON"))
+    assert found["a.png"] == "its caption has half a character, which is no text"
+
+
+def test_names_in_any_script_and_form_are_found(root, capsys):
+    for name in ("猫 跳.png", "line\nbreak.png", "schön.png", "%s#?&.png"):
+        Image.new("RGB", (8, 8)).save(root / name)
+    Image.new("RGB", (8, 8)).save(root / "Cafe\u0301.png")  # as macOS stores it
+    os.rename(root / "b.png", os.fsencode(root) + b"/\xff.png")
+    names = ["猫 跳.png", "line\\nbreak.png", "schön.png", "%s#?&.png", "Caf\u00e9.png"]
+    write(root / "metadata.jsonl", "\n".join(f'{{"file_name": "{name}", "text": "x"}}' for name in names))
+    listing = list_samples(root)
+    assert set(listing.captions) == {"猫 跳.png", "line\nbreak.png", "schön.png", "%s#?&.png", "Cafe\u0301.png"}
+    assert refused(listing)[r"'\udcff.png'"] == "its name is not UTF-8; rename it"
+    assert r"refused '\udcff.png'" in capsys.readouterr().err
+    os.rename(os.fsencode(root) + b"/\xff.png", root / "new\nline.png")
+    list_samples(root)
+    assert r"refused 'new\nline.png': metadata.jsonl has no row for it" in capsys.readouterr().err
+
+
+def test_links_to_files_are_followed_and_links_to_folders_named(root, tmp_path):
+    outside = tmp_path / "blobs"
+    outside.mkdir()
+    Image.new("RGB", (8, 8)).save(outside / "0123.png")
+    (root / "linked.png").symlink_to(outside / "0123.png")
+    (root / "folder").symlink_to(outside)
+    (root / "loop").symlink_to(root)
+    (root / "broken.png").symlink_to("nowhere.png")
+    listing = list_samples(root)
+    assert set(listing.captions) == {"a.png", "b.png", "sub/a.png", "linked.png"}
+    link = "it is a link to a folder, which is not followed"
+    assert refused(listing) == {
+        "folder": link,
+        "loop": link,
+        "broken.png": "it cannot be read: No such file or directory",
+    }

@@ -1,0 +1,164 @@
+"""Does preparing survive kill -9, a full disk, other runs, damaged shards and many processes?"""
+
+import fcntl
+import os
+import resource
+import signal
+import subprocess
+import time
+
+import prepare_dataset
+import prepared_shards
+import pytest
+import sample_plan
+from PIL import Image
+from support.clips import moving_bar, write_clip
+from support.launch import ROOT, command_of, environment_of
+from support.preparing import BUCKETS, arguments_of, report_of, run
+
+from adaptiveload_hf.buckets.sources import load_prepared
+from adaptiveload_hf.errors import UserError
+
+RECIPE = ROOT / "recipes" / "prepare_dataset.py"
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Eight clips and eight stills with captions of their own, but two that share theirs."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for number in range(8):
+        write_clip(folder / f"{number}.mp4", moving_bar(5 + number))
+        (folder / f"{number}.txt").write_text(f"caption {max(number, 1)}")
+        Image.new("RGB", (48, 32), (number * 30,) * 3).save(folder / f"still {number}.png")
+    return folder
+
+
+@pytest.fixture
+def encoded(monkeypatch):
+    """The files that are decoded to be encoded."""
+    files, read = [], sample_plan.read
+    monkeypatch.setattr(sample_plan, "read", lambda path, *rest: files.append(path.name) or read(path, *rest))
+    return files
+
+
+def members(output) -> int:
+    """How many latents and captions are whole on the disk."""
+    shards = (output / "shards").glob("*.tar")
+    return sum(1 for shard in shards for _ in prepared_shards.read_shard(output, f"shards/{shard.name}"))
+
+
+def rows_of(output):
+    return list(load_prepared(output))
+
+
+def test_processes_share_the_work_and_one_that_is_killed_costs_only_what_it_was_at(
+    root, tmp_path, monkeypatch, tiny_pipeline, encoded
+):
+    output = tmp_path / "out"
+    command = command_of(RECIPE, *arguments_of(root, output, tiny_pipeline, buckets=BUCKETS))
+    with open(tmp_path / "log", "w") as log:
+        launcher = subprocess.Popen(
+            command, cwd=ROOT, env=environment_of(), stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + 240
+        while members(output) < 12 and launcher.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        ranks = subprocess.run(["pgrep", "-P", str(launcher.pid)], capture_output=True, text=True, check=True).stdout
+        ranks = [int(rank) for rank in ranks.split()]
+        os.kill(ranks[-1], signal.SIGKILL)
+        assert launcher.wait(timeout=120) != 0
+    finally:
+        if launcher.poll() is None:
+            os.killpg(launcher.pid, signal.SIGKILL)
+    assert len(ranks) == 2 and not (output / "dataset").exists()
+    done = members(output)
+    assert 12 <= done < 24  # 16 latents, 7 captions and the empty one
+    run(monkeypatch, root, output, tiny_pipeline)
+    assert len(encoded) <= 24 - done
+    again = len(encoded)
+    run(monkeypatch, root, tmp_path / "fresh", tiny_pipeline)
+    assert rows_of(output) == rows_of(tmp_path / "fresh")
+    assert report_of(output) == report_of(tmp_path / "fresh")
+    assert len(encoded) == again + 16
+
+
+def test_a_full_disk_ends_the_run_with_a_message_and_the_next_goes_on(
+    root, tmp_path, monkeypatch, tiny_pipeline, encoded
+):
+    output = tmp_path / "out"
+    run(monkeypatch, root, tmp_path / "fresh", tiny_pipeline)
+    encoded.clear()
+    size = max(path.stat().st_size for path in (tmp_path / "fresh" / "shards").iterdir())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, limits[1]))
+    try:
+        with pytest.raises(SystemExit) as stop:
+            run(monkeypatch, root, output, tiny_pipeline)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "cannot be written: File too large. What is encoded is kept: make room" in str(stop.value.code)
+    done, first = members(output), len(encoded)
+    assert 0 < done < 24 and not (output / "dataset").exists()
+    run(monkeypatch, root, output, tiny_pipeline)
+    assert len(encoded) - first == 16 - (done - 8)  # the captions, seven and the empty one, were whole
+    assert rows_of(output) == rows_of(tmp_path / "fresh")
+
+
+def test_a_second_run_into_the_same_folder_is_refused(root, tmp_path, monkeypatch, tiny_pipeline):
+    output = tmp_path / "out"
+    with prepared_shards.only_run(output):
+        with pytest.raises(SystemExit, match=r"Another prepare_dataset.py is writing to .*out\. Wait for it"):
+            run(monkeypatch, root, output, tiny_pipeline)
+        assert [path.name for path in output.iterdir()] == ["prepare.lock"]
+    with open(output / "prepare.lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_looking_through_is_kept_even_if_it_does_not_end(root, tmp_path, monkeypatch, tiny_pipeline):
+    monkeypatch.setattr(sample_plan, "LOOKED_AT_ONCE", 6)
+    looked, footage = [], sample_plan.FileRecords.footage
+
+    def stopped_at_the_tenth(records, file, *rest):
+        looked.append(file.name)
+        if len(looked) == 10:
+            raise KeyboardInterrupt
+        return footage(records, file, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sample_plan.FileRecords, "footage", stopped_at_the_tenth)
+        patch.setattr(sample_plan, "in_threads", lambda _, function, items, ahead: [(i, function(i)) for i in items])
+        with pytest.raises(SystemExit):
+            run(monkeypatch, root, tmp_path / "out", tiny_pipeline)
+    records = sample_plan.FileRecords(tmp_path / "out/prepare_files.json")
+    assert len(records.earlier["files"]) == 6
+
+
+@pytest.mark.parametrize("damage", ["removed", "cut short"])
+def test_a_damaged_shard_is_named_and_only_what_it_lost_is_made_again(
+    root, tmp_path, monkeypatch, tiny_pipeline, encoded, damage
+):
+    output = tmp_path / "out"
+    run(monkeypatch, root, output, tiny_pipeline)
+    before = rows_of(output)
+    (path,) = load_prepared(output).unique("path")
+    if damage == "removed":
+        (output / path).unlink()
+    else:
+        os.truncate(output / path, load_prepared(output).data.column("offset")[7].as_py())
+    with pytest.raises(UserError, match=r"\.tar is missing or cut short\. Copy all of .*out, or run recipes/prepare"):
+        load_prepared(output)
+    encoded.clear()
+    run(monkeypatch, root, output, tiny_pipeline)
+    assert 0 < len(encoded) < 16 if damage == "cut short" else len(encoded) == 16
+    assert rows_of(output) == before
+
+
+def test_a_new_shard_is_begun_beyond_its_size(root, tmp_path, monkeypatch, tiny_pipeline):
+    run(monkeypatch, root, tmp_path / "one", tiny_pipeline)
+    monkeypatch.setattr(prepared_shards, "SHARD_BYTES", 4000)
+    run(monkeypatch, root, tmp_path / "many", tiny_pipeline)
+    assert len(list((tmp_path / "many/shards").iterdir())) > 4
+    assert rows_of(tmp_path / "one") == rows_of(tmp_path / "many")
+    assert prepare_dataset.REPORT in {path.name for path in (tmp_path / "many").iterdir()}
