@@ -1,9 +1,7 @@
 """Do the commands print tables on stdout, words on stderr, and one plain line for every mistake?"""
 
 import json
-import os
 import re
-import subprocess
 import sys
 import warnings
 from dataclasses import replace
@@ -61,6 +59,7 @@ def test_fit_writes_a_config_and_prints_its_laws(run, files):
     assert status == 0
     assert out.splitlines()[0].split()[:3] == ["law", "kind", "parameters"]
     assert "roofline" in out and "power_law" in out
+    assert re.search(r"\nfloor +0\.4 +0\.\d+ +0\.\d+\n", out)
     assert err.splitlines()[-1] == "next: adaptiveload plan fitted --dataset DATASET --world-size 8"
     assert BucketConfig.from_pretrained(files / "fitted").measurements == measure()
 
@@ -69,12 +68,11 @@ def test_fit_says_how_sure_it_is_and_what_strays_and_contradicts_itself(run, fil
     strange = [replace(measure()[3], seconds=9.0), replace(measure()[4], peak_gib=9.9), *measure()[4:]]
     lines = [m.to_json() for m in [*measure()[:3], *strange]]
     (files / "strange.jsonl").write_text("\n".join(lines))
-    status, out, err = run("fit", "strange.jsonl", "--output", "strange")
+    status, out, err = run("fit", "strange.jsonl", "--output", "strange", "--json")
     assert status == 0
-    assert re.search(r"\nfloor +0\.4 +0\.\d+ +0\.\d+\n", out)
     assert "5x60x104 at batch size 1 took 9 s, " in err
     assert "5x60x104 at batch size 4 was measured at 6.12 to 9.90 GiB; the higher is used." in err
-    found = json.loads(run("fit", "strange.jsonl", "--output", "strange", "--json")[1])
+    found = json.loads(out)
     assert set(found["confidence"]) == set(found["cost_model"]["parameters"])
     assert [stray["name"] for stray in found["outliers"]] == ["5x60x104 at batch size 1"]
     assert len(found["findings"]) == 1
@@ -96,18 +94,14 @@ def test_fit_from_a_log_writes_a_config_that_plans_within_what_ran(run, files):
         assert status == 2 and "give either MEASUREMENTS or --from-log LOG" in err
 
 
-def test_fit_beside_a_config_keeps_its_model_and_environment(run, files):
-    assert run("fit", "config/measurements.jsonl", "--output", "again")[0] == 0
+def test_fit_beside_a_config_keeps_its_model_and_environment_and_names_a_bad_line(run, files):
+    (files / "config" / "cut.jsonl").write_text((files / "measurements.jsonl").read_text()[:-30])
+    status, _, err = run("fit", "config/cut.jsonl", "--output", "again")
+    assert status == 0
+    assert "adaptiveload: warning: config/cut.jsonl, line 10: not a measurement" in err
+    assert "9 measurements fitted" in err
     again, config = BucketConfig.from_pretrained(files / "again"), BucketConfig.from_pretrained(files / "config")
     assert (again.model, again.environment) == (config.model, config.environment)
-
-
-def test_fit_names_a_bad_line_and_uses_the_rest(run, files):
-    (files / "cut.jsonl").write_text((files / "measurements.jsonl").read_text()[:-30])
-    status, _, err = run("fit", "cut.jsonl", "--output", "cut")
-    assert status == 0
-    assert "adaptiveload: warning: cut.jsonl, line 10: not a measurement" in err
-    assert "9 measurements fitted" in err
 
 
 def test_plan_prints_a_row_for_each_bucket_and_the_next_command(run):
@@ -152,7 +146,8 @@ def test_simulate_shows_the_baseline_first_and_dealing_by_cost_ahead_of_it(run):
     assert "FSDP2 shards over 4 ranks instead of 8: " in err
     assert err.splitlines()[-1] == (
         "next: accelerate launch --config_file accelerate_configs/fsdp2.yaml recipes/train_wan.py "
-        "--bucket_config config --output_dir run --pretrained_model_name_or_path Wan-AI/Wan2.1-T2V-1.3B-Diffusers --dataset prepared "
+        "--bucket_config config --output_dir run --pretrained_model_name_or_path Wan-AI/Wan2.1-T2V-1.3B-Diffusers "
+        "--dataset prepared "
         "--gradient_accumulation_steps 2"
     )
 
@@ -193,7 +188,7 @@ def test_report_prints_its_files(run, files):
     assert err.splitlines()[-1].startswith("next: python -m webbrowser ")
 
 
-@pytest.mark.parametrize("command", [FIT, PLAN, SIMULATE])
+@pytest.mark.parametrize("command", [PLAN, SIMULATE])
 def test_json_is_all_of_stdout(run, command):
     status, out, _ = run(*command, "--json")
     assert status == 0
@@ -274,30 +269,3 @@ def test_wrong_usage_is_status_2(run, arguments, words):
     status, out, err = run(*arguments)
     assert (status, out) == (2, "")
     assert words in err
-
-
-def test_a_terminal_too_narrow_for_the_table_shows_every_cell_whole(run, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    _, out, _ = run(*PLAN)
-    assert "shape       21x60x104\npixels      81x480x832\n" in out
-    assert max(map(len, out.splitlines())) <= 40
-
-
-def test_every_command_works_piped_in_ascii_without_a_home(files):
-    code = "import sys\nfrom adaptiveload_hf import cli\nfor line in {!r}:\n    sys.argv = ['adaptiveload', *line]\n"
-    code += "    try:\n        cli.main()\n    except SystemExit as end:\n        assert not end.code, end.code\n"
-    folder = Path("..") / files.name
-    lines = [[str(folder / w) if (files / w).exists() else w for w in command] for command in (FIT, PLAN, SIMULATE)]
-    lines.append([*REPORT[:-1], str(folder / "out" / "报告.html")])
-    environment = {**os.environ, "LC_ALL": "POSIX", "PYTHONIOENCODING": "ascii", "COLUMNS": "40"}
-    environment |= {"HOME": "/proc/none", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, "-c", code.format(lines)], capture_output=True, cwd=files, env=environment, check=False
-    )
-    out, err = result.stdout.decode("ascii"), result.stderr.decode("ascii")
-    assert result.returncode == 0, err
-    assert "Traceback" not in err
-    assert "21x60x104 | 81x480x832 | " in out  # rich's lines, in ASCII
-    assert any(line.endswith("\\u62a5\\u544a.html") for line in out.splitlines())
-    assert (files / "out" / "报告.html").is_file()

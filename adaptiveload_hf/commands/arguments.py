@@ -24,7 +24,9 @@ TargetSeconds = Annotated[str, typer.Option(metavar="SECONDS|auto", help="Larges
 SamplesPerStep = Annotated[
     float | None, typer.Option(min=1, help="Choose that time such that an optimizer step holds about so many samples.")
 ]
-Extrapolate = Annotated[bool, typer.Option(help="Allow shapes outside the measured range of tokens.")]
+Extrapolate = Annotated[
+    bool, typer.Option("--allow-extrapolation", help="Allow shapes outside the measured range of tokens.")
+]
 PatchSize = Annotated[str, typer.Option(metavar="FxHxW", help="The model's patch size.")]
 TextTokens = Annotated[int, typer.Option(min=0, help="Text tokens that join the attention (Wan: 0).")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
