@@ -35,7 +35,7 @@ _COLUMNS = {  # key of `simulate --json` -> (column, format); those that a row l
     "step_cv": ("step CV", "{:.3f}"),
     "compute_cv": ("compute CV", "{:.3f}"),
     "samples_per_second": ("samples/s", "{:.4g}"),
-    "tokens_per_second": ("tokens/s", "{:.4g}"),
+    "tokens_per_second": ("tokens/s", "{:,.0f}"),
     "samples_per_update_step": ("samples/step", "{:.1f}"),
     "samples_per_update_step_cv": ("their CV", "{:.2f}"),
     "gain_from_batch_sizes": ("by sizes", "{:.2f}x"),
