@@ -1,7 +1,9 @@
-"""How are queries and keys of Wan's attention projected, normalised and turned in few passes?"""
+"""How are queries and keys of Wan's and SD3's attention projected, normalised and turned in few passes?"""
 
 import functools
+from collections.abc import Callable
 
+from diffusers.models.attention_processor import JointAttnProcessor2_0
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor, nn
 
@@ -9,12 +11,15 @@ from ..errors import UserError
 from .forwards import BACKENDS
 from .ops import OPS
 from .projections import project
-from .runtime import FusedOps
+from .runtime import NORM_OPS, FusedOps
 from .source import LeftEager, running_source
 
 # Digests of the `__call__` of diffusers' processors that the tests compare with and without the op: Wan's and Wan
 # Animate's, ChronoEdit's, SkyReels V2's. All norm queries and keys over all heads together, then turn them.
 TESTED_PROCESSORS = {"13c09feedcfe814a", "a000dc173c7fbf59", "be927e58ea7fba80"}
+
+# That of SD3's, which norms each head by itself.
+TESTED_JOINT_PROCESSORS = {"392b6bf56c8505d1"}
 
 _OPS_OF = {backend: FusedOps(*arguments, frozenset(OPS)) for backend, arguments in BACKENDS.items()}
 
@@ -41,7 +46,7 @@ class AdaptiveLoadAttnProcessor:
         if backend not in BACKENDS:
             raise UserError(f"backend must be one of {', '.join(BACKENDS)}, but it is {backend!r}.")
         stock = WanAttnProcessor() if stock is None else stock
-        if not is_stock(stock):
+        if not self._can_wrap(stock):
             raise UserError(
                 "expected an attention processor of Wan, ChronoEdit or SkyReels V2 as in a diffusers that the tests "
                 f"cover, found {type(stock).__module__}.{type(stock).__qualname__}. Keep that processor."
@@ -61,10 +66,13 @@ class AdaptiveLoadAttnProcessor:
         ops = _OPS_OF[self.backend]
         self_attention = rotary_emb is not None and encoder_hidden_states is None
         if self_attention and ops.can_turn((attn.norm_q, attn.norm_k), hidden_states, *rotary_emb, attn.heads):
-            attn, rotary_emb = _FusedAttention(attn, ops, rotary_emb), None
+            attn, rotary_emb = _FusedAttention(attn, _turning(ops, rotary_emb, attn.heads), _PROJECTED_TOGETHER), None
         elif type(attn.to_q) is not nn.Linear:  # LoRA
-            attn = _FusedAttention(attn, ops)
+            attn = _FusedAttention(attn, _called, {})
         return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
+
+    def _can_wrap(self, stock: object) -> bool:
+        return is_stock(stock)
 
     @property
     def _attention_backend(self):
@@ -83,73 +91,112 @@ class AdaptiveLoadAttnProcessor:
         self.stock._parallel_config = value
 
 
+class AdaptiveLoadJointAttnProcessor(AdaptiveLoadAttnProcessor):
+    """SD3's attention with the RMS norms of queries and keys, each head by itself, as `rms_norm_modulate`, and the
+    projections of one tensor together. `patch_model` wraps JointAttnProcessor2_0 in it."""
+
+    def __call__(
+        self,
+        attn: nn.Module,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *args,
+        **kwargs,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """What the stock processor returns, up to rounding."""
+        attn = _FusedAttention(attn, functools.partial(_norm_heads, _OPS_OF[self.backend]), _PROJECTED_TOGETHER)
+        return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, *args, **kwargs)
+
+    def _can_wrap(self, stock: object) -> bool:
+        return type(stock) is JointAttnProcessor2_0
+
+
+# Which other projections of the same tensor are made with the first that a processor asks for.
+_PROJECTED_TOGETHER = {"to_q": ("to_k", "to_v"), "add_q_proj": ("add_k_proj", "add_v_proj")}
+
+
 class _FusedAttention:
     """An attention module as its processor sees it.
 
-    With `rotary_emb` it is self-attention, the projection of queries is also that of keys and values, and the norms of
-    queries and keys also turn the heads.
+    Args:
+        attn: the module.
+        norm: what calls a norm of queries or keys: norm(module, x).
+        together: as `_PROJECTED_TOGETHER`.
     """
 
-    def __init__(self, attn: nn.Module, ops: FusedOps, rotary_emb: tuple[Tensor, Tensor] | None = None):
+    def __init__(self, attn: nn.Module, norm: Callable, together: dict[str, tuple[str, ...]]):
         self._attn = attn
-        self._ops = ops
-        self._rotary_emb = rotary_emb
-        self._projected = (None, None, None)
+        self._norm = norm
+        self._together = together
+        self._made = {}
 
     def __getattr__(self, name: str):
-        return getattr(self._attn, name)
+        module = getattr(self._attn, name)
+        if module is None:
+            return None
+        if name in ("norm_q", "norm_k", "norm_added_q", "norm_added_k"):
+            return functools.partial(self._norm, module)
+        if name in ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj"):
+            return functools.partial(self._projected, name)
+        if name == "to_out":
+            return [functools.partial(_project_alone, module[0]), *module[1:]]
+        return module
 
-    def to_q(self, x: Tensor) -> Tensor:
-        attn = self._attn
-        if self._rotary_emb is None:
-            return project(x, attn.to_q)[0]
-        query, key, value = project(x, attn.to_q, attn.to_k, attn.to_v)
-        self._projected = x, key, value
-        return query
+    def _projected(self, name: str, x: Tensor) -> Tensor:
+        of, y = self._made.pop(name, (None, None))
+        if of is x:
+            return y
+        others = self._together.get(name, ())
+        y, *made = project(x, *(getattr(self._attn, each) for each in (name, *others)))
+        self._made |= {other: (x, y) for other, y in zip(others, made)}
+        return y
 
-    def to_k(self, x: Tensor) -> Tensor:
-        of, key, _ = self._projected
-        return key if of is x else project(x, self._attn.to_k)[0]
 
-    def to_v(self, x: Tensor) -> Tensor:
-        of, _, value = self._projected
-        return value if of is x else project(x, self._attn.to_v)[0]
+def _project_alone(linear: nn.Module, x: Tensor) -> Tensor:
+    return project(x, linear)[0]
 
-    @property
-    def to_out(self) -> list:
-        linear, *others = self._attn.to_out
-        return [lambda x: project(x, linear)[0], *others]
 
-    def norm_q(self, query: Tensor) -> Tensor:
-        return self._normed(self._attn.norm_q, query)
+def _called(norm: nn.Module, x: Tensor) -> Tensor:
+    return norm(x)
 
-    def norm_k(self, key: Tensor) -> Tensor:
-        return self._normed(self._attn.norm_k, key)
 
-    def _normed(self, norm: nn.Module, x: Tensor) -> Tensor:
-        if self._rotary_emb is None:
-            return norm(x)
-        return self._ops.rms_norm_rope(norm, x, *self._rotary_emb, self._attn.heads)
+def _turning(ops: FusedOps, rotary_emb: tuple[Tensor, Tensor], heads: int) -> Callable:
+    return lambda norm, x: ops.rms_norm_rope(norm, x, *rotary_emb, heads)
+
+
+def _norm_heads(ops: FusedOps, norm: nn.Module, x: Tensor) -> Tensor:
+    """norm(x) for x [B, heads, S, D / heads] that is [B, S, heads, D / heads] in memory."""
+    if x.ndim == 4 and NORM_OPS.get(type(norm)) == "rms_norm_modulate":
+        heads = x.transpose(1, 2)
+        rows = heads.reshape(1, -1, x.shape[-1])
+        if ops.can_modulate(norm, rows, None, None):
+            return ops.modulate(norm, rows, None, None).view(heads.shape).transpose(1, 2)
+    return norm(x)
 
 
 def is_stock(processor: object) -> bool:
-    """Whether a processor is one of diffusers' own that the tests cover."""
+    """Whether a processor is one of diffusers' own that `AdaptiveLoadAttnProcessor` wraps."""
     cls = type(processor)
-    return cls.__module__.startswith("diffusers.") and _is_tested(cls)
+    return cls.__module__.startswith("diffusers.") and _digest(cls) in TESTED_PROCESSORS
 
 
-def can_hold(module: nn.Module) -> bool:
-    """Whether a module is an attention that a stock processor, or this one, serves."""
-    stock = getattr(type(module), "_default_processor_cls", None)
-    return isinstance(stock, type) and _is_tested(stock)
+def op_of(module: nn.Module) -> str | None:
+    """The op that a wrapped processor of this module runs, if it is an attention that stock ones serve."""
+    default = getattr(type(module), "_default_processor_cls", None)
+    if isinstance(default, type) and _digest(default) in TESTED_PROCESSORS:
+        return "rms_norm_rope"
+    processor = getattr(module, "processor", None)
+    joint = type(processor) is JointAttnProcessor2_0 and _digest(JointAttnProcessor2_0) in TESTED_JOINT_PROCESSORS
+    return "rms_norm_modulate" if joint or type(processor) is AdaptiveLoadJointAttnProcessor else None
 
 
 @functools.cache
-def _is_tested(cls: type) -> bool:
+def _digest(cls: type) -> str | None:
     try:
-        return running_source(cls.__call__).digest in TESTED_PROCESSORS
+        return running_source(cls.__call__).digest
     except LeftEager:
-        return False
+        return None
 
 
 def install(module: nn.Module, backend: str) -> str | None:
@@ -157,9 +204,10 @@ def install(module: nn.Module, backend: str) -> str | None:
     processor = module.processor
     if isinstance(processor, AdaptiveLoadAttnProcessor):
         return None
-    if not is_stock(processor):
+    joint = type(processor) is JointAttnProcessor2_0
+    if not joint and not is_stock(processor):
         return f"its attention processor is {type(processor).__qualname__}, not the stock one"
-    wrapper = AdaptiveLoadAttnProcessor(processor, backend=backend)
+    wrapper = (AdaptiveLoadJointAttnProcessor if joint else AdaptiveLoadAttnProcessor)(processor, backend=backend)
     wrapper.installed_by_patch = True
     module.processor = wrapper
     return None

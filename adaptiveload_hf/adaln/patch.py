@@ -65,7 +65,7 @@ def patch_model(
             adapter, version = adapter_of(module, owner)
             rewritten = rewritten_forward(owner, norms_of(module, owner), names, backend, verify, adapter)
             report.add(rewritten, _install(module, owner, rewritten), note=version)
-        if "rms_norm_rope" in names and attention.can_hold(module):
+        if attention.op_of(module) in names:
             report.add_attention(owner, attention.install(module, backend))
     if not report.instances_patched:
         raise UserError(_nothing_patched(report, models))
