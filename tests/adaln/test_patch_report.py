@@ -50,6 +50,7 @@ def test_the_printed_report_is_a_table_and_a_line_per_op():
         "SD35AdaLayerNormZeroX": ["2", "4/4", "0/0", "0/0", "0/0", "0/0", "rewritten (tested source)"],
         "AdaLayerNormZero": ["3", "3/3", "0/0", "0/0", "0/0", "0/0", "rewritten (tested source)"],
         "AdaLayerNormContinuous": ["2", "2/2", "0/0", "0/0", "0/0", "0/0", "rewritten (tested source)"],
+        "Attention": ["5", "0/0", "0/0", "0/0", "0/0", "5/5", "processor wrapped"],
     }
     assert [line.partition(":")[0] for line in lines if line.partition(":")[0] in ops.OPS] == list(ops.OPS)
 
