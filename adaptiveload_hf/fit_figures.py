@@ -95,4 +95,6 @@ def _bar_of_tokens(figure, axes, mappable, tokens):
 
 
 def _percent(share):
+    if share < 0.0005:
+        return "under 0.1%"
     return f"{100 * share:.2g}%" if share < 0.1 else f"{100 * share:.0f}%"

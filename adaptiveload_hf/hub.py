@@ -18,6 +18,7 @@ from huggingface_hub.errors import (
     EntryNotFoundError,
     HfHubHTTPError,
     HFValidationError,
+    LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -68,7 +69,7 @@ def download(repo_id, files, *, revision, **options):
             "Give the folder that save_pretrained wrote, or a Hub id."
         )
     try:
-        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=files, **options))
+        return Path(_patiently(snapshot_download, repo_id, revision=revision, allow_patterns=files, **options))
     except RepositoryNotFoundError as error:
         raise UserError(
             f"{repo_id} is no folder here and no Hub repository that you may read. Check the spelling; "
@@ -213,6 +214,8 @@ def _patiently(call, *arguments, **options):
 def _may_pass(error):
     """Whether the same call may work later: too many requests, a fault of the server, a lost connection."""
     status = _status(error)
+    if isinstance(error, LocalEntryNotFoundError) and status is None:
+        return False  # no network, or none wanted, and nothing in the cache
     local = getattr(error, "filename", None) is not None  # a file of this machine that cannot be read
     return status == 429 or status >= 500 if status else not local
 
@@ -223,7 +226,8 @@ def _status(error):
 
 
 def _cause(error):
-    return error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ is not None else error
+    wraps = isinstance(error, RuntimeError | LocalEntryNotFoundError) and error.__cause__ is not None
+    return error.__cause__ if wraps else error
 
 
 def _asked_pause(error):

@@ -33,7 +33,7 @@ def buckets_png(plan, unit, memory_limit_gib):
         axis.barh(range(len(buckets)), values, height=0.72, color=[USED if bound else OTHER for bound in binds])
         width = 1.16 * max([*values, limit or 0])
         for row, (value, bound) in enumerate(zip(values, binds)):
-            inside = value > 0.12 * width  # beside a short bar, else in it: the line of the limit is near its end
+            inside = value > 0.3 * width  # in a long bar, since the line of the limit is near its end
             place = {"ha": "right", "color": "white" if bound else "black"} if inside else {"color": TEXT}
             axis.text(
                 value + (-0.01 if inside else 0.01) * width, row, f"{value:.3g}", va="center", fontsize=9, **place
@@ -47,10 +47,12 @@ def buckets_png(plan, unit, memory_limit_gib):
     widths = [max(map(len, column)) for column in zip(*rows)]
     labels = [f"{shape:<{widths[0]}}  {size:<{widths[1]}}  {bound:<{widths[2]}}" for shape, size, bound in rows]
     axes[0].set_yticks(range(len(buckets)), labels, family="monospace")
-    axes[0].barh(0, 0, color=USED, label="what limits this bucket")
-    axes[0].barh(0, 0, color=OTHER, label="within the limit")
-    axes[0].plot([], [], color=LIMIT, label="limit")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9, frameon=False)
+    if any(limit is not None for *_, limit, _ in panels):
+        axes[0].barh(0, 0, color=USED, label="what limits this bucket")
+        axes[0].barh(0, 0, color=OTHER, label="within the limit")
+        axes[0].plot([], [], color=LIMIT, label="limit")
+        shown = axes[0].get_legend_handles_labels()
+        figure.legend(*shown, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
     axes[0].set_ylim(len(buckets) - 0.5, -0.5)
     return to_png(figure)
 

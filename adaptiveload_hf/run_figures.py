@@ -45,12 +45,14 @@ def run_png(records):
 def _draw_panel(axis, records, keys):
     (first, words), *others = keys.items()
     steps, values = _series(records, first)
-    axis.plot(steps, values, color=OTHER, linewidth=0.9, marker="." if len(steps) < 60 else None, label=words)
+    has_mean = len(values) >= _FEWEST_FOR_MEAN
+    marker = "." if len(steps) < 60 else None
+    axis.plot(steps, values, color=OTHER if has_mean else USED, linewidth=0.9, marker=marker, label=words)
     for key, words in others:
         found = _series(records, key)
         if found[0]:
             axis.plot(*found, color=PAPER, linewidth=1.2, label=words)
-    if len(values) >= _FEWEST_FOR_MEAN:
+    if has_mean:
         window = len(values) // 8
         mean = np.convolve(values, np.full(window, 1 / window), mode="valid")
         axis.plot(steps[window - 1 :], mean, color=USED, linewidth=2, label=f"mean of the last {window} steps")

@@ -184,6 +184,13 @@ def test_a_push_that_may_not_be_is_refused_at_once(hub, config, options, words):
     assert not hub.pauses
 
 
+def test_a_hub_that_stumbles_once_is_asked_again_for_a_config(hub, config):
+    config.push_to_hub("someone/wan", token=WRITE_TOKEN)
+    hub.fail("GET /api/models/someone/wan/revision/main", 503)
+    assert same(load(), config)
+    assert hub.pauses == [2]
+
+
 def test_what_is_not_on_the_hub_is_named(hub, config):
     with pytest.raises(UserError, match="someone/wan is no folder here and no Hub repository"):
         load()
