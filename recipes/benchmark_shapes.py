@@ -7,10 +7,12 @@ accelerate launch --config_file accelerate_configs/fsdp2.yaml --main_process_por
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
-import torch
-from accelerate.utils import set_seed
+import wan_training
+from accelerate.utils import broadcast_object_list, set_seed
+from diffusers import DiffusionPipeline
 from flow_matching import make_flow_matching
 from lora import add_lora_arguments
 from model_setup import (
@@ -20,35 +22,45 @@ from model_setup import (
     prepare_training,
     refuse_unsafe_sharding,
 )
+from random_batches import column_sizes, make_random_batches
 from training_arguments import add_flow_arguments, add_model_arguments
 from training_loop import run_micro_step
-from wan_training import MODEL_CLASS, add_wan_arguments, check_dataset, choose_variant, geometry, make_predict
 
-from adaptiveload_hf import (
-    BucketConfig,
-    LatentShape,
-    UserError,
-    fit_cost_model,
-    make_accelerator,
-)
-from adaptiveload_hf.benchmark import measure_shapes
+from adaptiveload_hf import BucketConfig, LatentShape, UserError, fit_cost_model, make_accelerator
+from adaptiveload_hf.benchmark import measure_shapes, measure_steps
+from adaptiveload_hf.buckets.fit import describe_measurements, find_outliers
+from adaptiveload_hf.buckets.points import Point
 from adaptiveload_hf.buckets.shapes import read_shapes, shape_counts
 from adaptiveload_hf.buckets.sources import load_prepared
+from adaptiveload_hf.commands.arguments import read_samples
 from adaptiveload_hf.commands.plan import plan
 from adaptiveload_hf.commands.simulate import simulate
 from adaptiveload_hf.distributed import all_ranks_fail_together
 from adaptiveload_hf.errors import exit_on_user_error
 
+# By the class of the pipeline's transformer: the module with what is its own.
+FAMILIES = {"WanTransformer3DModel": wan_training}
+LONGEST_CHECK_SECONDS = 60  # of steps with the largest planned micro-batch; a longer one is left to the run
+
 
 def parse_args(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for add_arguments in (add_model_arguments, add_lora_arguments, add_flow_arguments, add_wan_arguments):
+    add_model_arguments(parser, required=False)
+    for add_arguments in (add_lora_arguments, add_flow_arguments, wan_training.add_wan_arguments):
         add_arguments(parser)
-    parser.add_argument("--max_points", type=int, default=12, help="(shape, batch size) pairs to time")
-    parser.add_argument("--push_to_hub", action="store_true")
-    parser.add_argument("--hub_model_id", help="repository, default: the name of --output_dir")
-    parser.add_argument("--hub_token")
-    return parser.parse_args(argv)
+    add = parser.add_argument
+    add("--config", help="instead of a pipeline: a transformer's config.json or its folder; the weights are random")
+    add("--shapes", type=Path, help='instead of a dataset: JSON {"21x60x104": samples, ...}; a range is two of them')
+    add("--max_points", type=int, default=12, help="(shape, batch size) pairs to time, at most")
+    add("--push_to_hub", action="store_true")
+    add("--hub_model_id", help="repository, default: the name of --output_dir")
+    add("--hub_token")
+    args = parser.parse_args(argv)
+    if (args.pretrained_model_name_or_path is None) == (args.config is None):
+        parser.error("give either --pretrained_model_name_or_path PIPELINE or --config CONFIG")
+    if (args.dataset is None) == (args.shapes is None):
+        parser.error("give either --dataset PREPARED or --shapes FILE")
+    return args
 
 
 def main():
@@ -57,32 +69,69 @@ def main():
         gradient_accumulation_steps=args.gradient_accumulation_steps, mixed_precision=args.mixed_precision
     )
     with all_ranks_fail_together(accelerator):
-        benchmark(accelerator, args)
+        output_dir = Path(args.output_dir)
+        if args.config is not None:
+            use_config_alone(accelerator, args, output_dir / "pipeline")
+        dataset = None if args.dataset is None else load_prepared(args.dataset)
+        counts = read_samples(args.shapes).counts if dataset is None else shape_counts(read_shapes(dataset))
+        config = benchmark(accelerator, args, dataset, counts, output_dir, args.max_points)
+        if accelerator.is_main_process:
+            show(args, config)
+            if args.push_to_hub:
+                print(config.push_to_hub(args.hub_model_id or output_dir.resolve().name, token=args.hub_token))
         accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
-def benchmark(accelerator, args):
+def bucket_config_for(accelerator, args, dataset) -> str:
+    """--bucket_config; "auto" is measured on the first start, kept in the run's folder, and found there again.
+
+    What was allocated for it is given back, and the random numbers begin anew, so that the run is the one that would
+    have been started with the finished folder.
+    """
+    if args.bucket_config != "auto":
+        return args.bucket_config
+    folder = Path(args.output_dir) / "bucket_config"
+    if not broadcast_object_list([(folder / "bucket_config.json").exists()])[0]:
+        benchmark(accelerator, args, dataset, shape_counts(read_shapes(dataset)), folder)
+        accelerator.free_memory()
+        set_seed(args.seed)
+    accelerator.wait_for_everyone()
+    return str(folder)
+
+
+def benchmark(accelerator, args, dataset, counts, output_dir: Path, max_points: int = 12) -> BucketConfig:
+    """Measures, fits, plans, measures the plan's largest micro-batch too, and saves.
+
+    Args:
+        args: of the trainer or of this recipe.
+        dataset: prepared, or None.
+        counts: samples of each shape.
+        output_dir: folder of the bucket config.
+
+    Returns:
+        The config, the same on all ranks.
+    """
     set_seed(args.seed)  # the same on all ranks: FSDP2 shards what each rank holds and broadcasts nothing
     refuse_unsafe_sharding(accelerator, args.gradient_checkpointing)
-    dataset = load_prepared(args.dataset)
-    transformer_config = load_transformer_config(MODEL_CLASS, args, choose_variant(args).subfolder)
-    check_dataset(dataset, transformer_config)
-    counts = shape_counts(read_shapes(dataset))
-    model_facts, environment = describe_run(accelerator, args, MODEL_CLASS, transformer_config)
-    output_dir = Path(args.output_dir)
+    family = family_of(args)
+    transformer_config = load_transformer_config(family.MODEL_CLASS, args, family.choose_variant(args).subfolder)
+    if dataset is not None:
+        family.check_dataset(dataset, transformer_config)
+    geometry = family.geometry(transformer_config)
+    model_facts, environment = describe_run(accelerator, args, family.MODEL_CLASS, transformer_config)
     if accelerator.is_main_process:
         keep_one_setup(output_dir, {"model": model_facts, "environment": environment})
 
-    run_step = make_run_step(accelerator, args, dataset)
+    run_step = make_run_step(accelerator, args, family, column_sizes(dataset, transformer_config))
     path = output_dir / "measurements.jsonl"
-    measurements = measure_shapes(
-        accelerator, run_step, counts, geometry(transformer_config), max_points=args.max_points, output_path=path
-    )
+    # One of the points is kept for the largest micro-batch of the plan.
+    points = max(4, max_points - 1)
+    measurements = measure_shapes(accelerator, run_step, counts, geometry, max_points=points, output_path=path)
 
-    if accelerator.is_main_process:
+    def plan_from(measurements) -> BucketConfig:
         config = BucketConfig.from_measurements(
-            measurements, model=model_facts, environment=environment, geometry=geometry(transformer_config)
+            measurements, model=model_facts, environment=environment, geometry=geometry
         )
         config.example_plan = config.plan(
             counts,
@@ -90,37 +139,88 @@ def benchmark(accelerator, args):
             gradient_accumulation_steps=args.gradient_accumulation_steps,
             memory_limit_gib=args.memory_limit_gib,
         )
+        return config
+
+    config = plan_from(measurements)
+    largest = largest_planned(config)
+    known = max(m.batch_size * m.tokens for m in measurements if not m.oom)
+    predicted = float(config.cost_model.seconds(largest.batch_size, largest.tokens))
+    steps = 3 * args.gradient_accumulation_steps
+    if largest.all_tokens > known and steps * predicted <= LONGEST_CHECK_SECONDS:
+        measurements = measure_steps(accelerator, run_step, [largest], output_path=path)
+        if accelerator.is_main_process:
+            say_check(config, largest, measurements[-1])
+        config = plan_from(measurements)
+    if accelerator.is_main_process:
         config.save_pretrained(output_dir)
-        show(args, measurements, accelerator.num_processes)
-        if args.push_to_hub:
-            print(config.push_to_hub(args.hub_model_id or output_dir.resolve().name, token=args.hub_token))
+    return config
 
 
-def make_run_step(accelerator, args, dataset):
+def make_run_step(accelerator, args, family, sizes: dict):
     """The real optimizer step, on random latents: forward, loss, backward and K micro-steps, clip, AdamW."""
-    variant = choose_variant(args)
-    transformer = load_transformer(accelerator, MODEL_CLASS, args, variant.subfolder)
+    variant = family.choose_variant(args)
+    transformer = load_transformer(accelerator, family.MODEL_CLASS, args, variant.subfolder)
     model, optimizer, scheduler = prepare_training(accelerator, args, transformer)
-    flow, predict = make_flow_matching(args, variant.bounds), make_predict(accelerator, model, variant)
-    row = dataset.select_columns(["latent_shape", "prompt_embeds_shape"])[0]
-    channels, text_shape = row["latent_shape"][0], row["prompt_embeds_shape"]
+    flow, predict = make_flow_matching(args, variant.bounds), family.make_predict(accelerator, model, variant)
+    random_batch = make_random_batches(sizes, accelerator.device)
 
     def losses(batch):
         return flow.sample_losses(predict, batch, epoch=0)
 
     def run_step(shape: LatentShape, batch_size: int):
         model.zero_grad()
-        size = (channels, shape.frames, shape.height, shape.width)
-        batch = {
-            "latent": torch.randn(batch_size, *size, device=accelerator.device),
-            "prompt_embeds": torch.randn(batch_size, *text_shape, device=accelerator.device),
-            "sample_index": torch.arange(batch_size),
-            "loss_weight": 1.0,
-        }
+        batch = random_batch(shape, batch_size)
         for _ in range(args.gradient_accumulation_steps):
             run_micro_step(accelerator, model, optimizer, scheduler, losses, batch, args.max_grad_norm)
 
     return run_step
+
+
+def family_of(args):
+    """The module with what is the own of the pipeline's transformer.
+
+    Raises:
+        UserError: no pipeline there, or one of another transformer.
+    """
+    name = args.pretrained_model_name_or_path
+    try:
+        index = DiffusionPipeline.load_config(name, revision=args.revision)
+    except OSError as error:
+        raise UserError(
+            f"expected a pipeline (folder or Hub id) with model_index.json, but {name!r}: {error}"
+        ) from None
+    found = index.get("transformer", [None, None])[1]
+    if found not in FAMILIES:
+        raise UserError(
+            f"{name} has the transformer {found}, but steps are known of {', '.join(FAMILIES)}. Time your own loop "
+            "with adaptiveload_hf.benchmark.measure_shapes (docs/cost-model.md)."
+        )
+    return FAMILIES[found]
+
+
+def use_config_alone(accelerator, args, folder: Path):
+    """Makes a pipeline folder of one transformer's configuration, for random weights."""
+    path = Path(args.config)
+    path = path / "config.json" if path.is_dir() else path
+    if accelerator.is_main_process:
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+            transformer = ["diffusers", config["_class_name"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"--config takes the config.json of a diffusers transformer, or its folder, but {args.config}: {error}"
+            ) from None
+        parts = {
+            "model_index.json": {"_class_name": "DiffusionPipeline", "transformer": transformer},
+            "transformer/config.json": config,
+            # No step costs more or less for it.
+            "scheduler/scheduler_config.json": {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0},
+        }
+        for name, values in parts.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(json.dumps(values, indent=2) + "\n")
+    accelerator.wait_for_everyone()
+    args.pretrained_model_name_or_path, args.from_scratch = str(folder), True
 
 
 def keep_one_setup(output_dir: Path, setup: dict):
@@ -147,19 +247,44 @@ def keep_one_setup(output_dir: Path, setup: dict):
     path.write_text(json.dumps(setup, indent=2) + "\n")
 
 
-def show(args, measurements, world_size: int):
-    """The fits, the plan and what it is predicted to gain, as tables; the last line is the next command."""
-    fit = fit_cost_model(measurements)
+def largest_planned(config: BucketConfig) -> Point:
+    """The micro-batch of the plan with the most tokens."""
+    bucket = max(config.example_plan.buckets, key=lambda bucket: bucket.batch_size * bucket.tokens)
+    return Point(bucket.shape, bucket.tokens, bucket.batch_size)
+
+
+def say_check(config: BucketConfig, point: Point, measured):
+    """How well seconds and memory of the largest planned micro-batch were predicted before it was measured."""
+    name = f"largest planned micro-batch, {point.shape} at batch size {point.batch_size}"
+    if measured.oom:
+        print(f"{name}: did not fit, and is planned smaller", file=sys.stderr)
+        return
+    seconds = float(config.cost_model.seconds(point.batch_size, point.tokens))
+    words = f"{name}: {measured.seconds:.3g} s ({seconds:.3g} predicted)"
+    if config.memory_model is not None:
+        gib = float(config.memory_model.gib(point.batch_size, point.tokens))
+        words += f", {measured.peak_gib:.2f} GiB ({gib:.2f} predicted)"
+    print(words, file=sys.stderr)
+
+
+def show(args, config: BucketConfig):
+    """The fits, what strays, the plan and what it is predicted to gain; the last line is the next command."""
+    fit = fit_cost_model(config.measurements)
     for kind, candidate in fit.candidates.items():
         errors = (candidate.median_error, candidate.max_error, candidate.leave_one_out_error)
         print(
             f"{kind}: error median {errors[0]:.1%}, largest {errors[1]:.1%}, on shapes left out {errors[2]:.1%}"
             + (" (used)" if candidate.model == fit.model else "")
         )
-    options = {"dataset": Path(args.dataset), "memory_limit_gib": args.memory_limit_gib}
-    accumulation = args.gradient_accumulation_steps
-    plan(args.output_dir, world_size=world_size, gradient_accumulation_steps=accumulation, **options)
-    simulate(args.output_dir, world_size=[world_size], gradient_accumulation_steps=[accumulation], **options)
+    print("the paper's law: " + ", ".join(f"{name} = {value:.4g}" for name, value in fit.power_law.parameters.items()))
+    for words in (*find_outliers(fit), *describe_measurements(config.measurements)):
+        print(words, file=sys.stderr)
+    environment = config.environment
+    source = {"shapes": args.shapes} if args.dataset is None else {"dataset": Path(args.dataset)}
+    options = {**source, "memory_limit_gib": args.memory_limit_gib}
+    ranks, accumulation = environment["world_size"], environment["gradient_accumulation_steps"]
+    plan(args.output_dir, world_size=ranks, gradient_accumulation_steps=accumulation, **options)
+    simulate(args.output_dir, world_size=[ranks], gradient_accumulation_steps=[accumulation], **options)
 
 
 if __name__ == "__main__":

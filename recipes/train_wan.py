@@ -11,6 +11,7 @@ import argparse
 from pathlib import Path
 
 from accelerate.utils import ProjectConfiguration, set_seed
+from benchmark_shapes import bucket_config_for
 from caption_dropout import make_caption_dropout
 from checkpoints import find_checkpoint, keep_metrics_until
 from data_setup import make_loader
@@ -24,6 +25,7 @@ from model_setup import (
     refuse_unsafe_sharding,
     save_transformer,
 )
+from random_batches import column_sizes, try_buckets
 from training_arguments import (
     add_flow_arguments,
     add_model_arguments,
@@ -97,7 +99,7 @@ def train(accelerator, args):
     check_validation(args, variant, transformer_config)
     statistics = latent_statistics(args, dataset)
     drop_captions = make_caption_dropout(args.proportion_empty_prompts, args.dataset, args.seed)
-    bucket_config = BucketConfig.from_pretrained(args.bucket_config)
+    bucket_config = BucketConfig.from_pretrained(bucket_config_for(accelerator, args, dataset))
     loader, total_steps = make_loader(accelerator, args, dataset, bucket_config, checkpoint)
 
     prompts = encode_prompts(accelerator, args) if args.validation_prompt else None
@@ -123,6 +125,9 @@ def train(accelerator, args):
     def run(batch):
         return run_micro_step(accelerator, model, optimizer, scheduler, losses, batch, args.max_grad_norm)
 
+    if not args.no_preflight:
+        sizes = column_sizes(dataset, transformer_config)
+        try_buckets(accelerator, output_dir, sizes, run, loader.plan, model, optimizer, scheduler)
     validators = []
     if held_out is not None:
         validators.append(make_held_out_loss(accelerator, held_out, loader, flow, held_out_losses))

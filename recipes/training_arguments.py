@@ -4,13 +4,13 @@ from accelerate.utils import LoggerType
 from diffusers.optimization import SchedulerType
 
 
-def add_model_arguments(parser) -> None:
-    """Which model, which data, and the step's own options."""
+def add_model_arguments(parser, required: bool = True) -> None:
+    """Which model, which data, and the step's own options; `required`: nothing else can stand for model and data."""
     add = parser.add_argument
-    add("--pretrained_model_name_or_path", required=True, help="pipeline: folder or Hub id")
+    add("--pretrained_model_name_or_path", required=required, help="pipeline: folder or Hub id")
     add("--revision", help="revision of the Hub id")
     add("--from_scratch", action="store_true", help="random weights in the pipeline's transformer configuration")
-    add("--dataset", required=True, help="output_dir of prepare_dataset.py")
+    add("--dataset", required=required, help="output_dir of prepare_dataset.py")
     add("--output_dir", required=True)
     add("--seed", type=int, default=0)
     add("--gradient_accumulation_steps", type=int, default=1, help="K: micro-steps in an optimizer step")
@@ -52,7 +52,13 @@ def add_scheduler_arguments(parser) -> None:
 def add_run_arguments(parser) -> None:
     """How long to train, in which order, and what to write."""
     add = parser.add_argument
-    add("--bucket_config", required=True, help="folder that benchmark_shapes.py wrote, or a Hub id")
+    add("--bucket_config", required=True,
+        help="folder that benchmark_shapes.py wrote, a Hub id, or auto: measured on the first start")  # fmt: skip
+    add(
+        "--no_preflight",
+        action="store_true",
+        help="begin without trying the worst bucket, a checkpoint and the others",
+    )
     add("--batch_sizes", nargs="+", metavar="SHAPE=B", help="instead of the plan's, such as 21x60x104=1")
     add("--num_train_epochs", type=int, default=1)
     add("--max_train_steps", type=int, help="optimizer steps in all; overrides --num_train_epochs")

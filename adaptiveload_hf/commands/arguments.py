@@ -48,7 +48,7 @@ def load(config, dataset, shapes, revision):
         raise typer.BadParameter("give either --dataset DATASET or --shapes FILE")
     loaded = BucketConfig.from_pretrained(config, revision=revision)
     if dataset is None:
-        return loaded, _read_samples(shapes)
+        return loaded, read_samples(shapes)
     found = scan(dataset)
     for problem in found.problems:
         say(f"not counted: {problem}")
@@ -57,7 +57,8 @@ def load(config, dataset, shapes, revision):
     return loaded, Samples(found.counts, found.vae_scale)
 
 
-def _read_samples(path):
+def read_samples(path):
+    """Samples of the JSON file that --shapes names."""
     from ..buckets.shapes import LatentShape
 
     if not path.is_file():

@@ -14,11 +14,12 @@ COUNTS = {"1x4x4": 17, "1x4x8": 9, "2x4x8": 8, "5x4x8": 14}
 TIMES = {"seconds", "samples_per_second", "tokens_per_second", "data_wait_seconds"}
 
 
-def arguments(setup, output_dir, *extra, **changed) -> list[str]:
+def arguments(setup, output_dir, *extra, preflight=False, **changed) -> list[str]:
     """The command line of a run; `changed` replaces a value or, with None, leaves it out; `extra` is appended.
 
     setup: has pipeline, dataset and config.
     """
+    extra = extra if preflight else (*extra, "--no_preflight")
     values = {
         "pretrained_model_name_or_path": setup.pipeline,
         "dataset": setup.dataset,

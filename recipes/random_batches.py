@@ -1,0 +1,84 @@
+"""What does a micro-batch of a given shape look like to the model, when nothing but its size matters?"""
+
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from adaptiveload_hf import LatentShape
+from adaptiveload_hf.preflight import preflight
+
+_AS_LATENT = ("latent", "image_latent")  # these have the micro-batch's own shape
+_TEXT_TOKENS = 512  # Wan's prompt_embeds, where no dataset says otherwise
+
+
+def column_sizes(dataset, transformer_config: dict) -> dict[str, list[int]]:
+    """The size of each tensor of a sample; of those that have the shape's sizes, the channels alone.
+
+    Args:
+        dataset: prepared, or None: then the sizes that prepare_dataset.py would write for Wan.
+    """
+    if dataset is not None:
+        names = [name for name in dataset.column_names if name.endswith("_shape")]
+        sizes = {name.removesuffix("_shape"): size for name, size in dataset.select_columns(names)[0].items() if size}
+        return {name: size[:1] if name in _AS_LATENT else size for name, size in sizes.items()}
+    channels = [transformer_config["out_channels"]]
+    sizes = {"latent": channels, "prompt_embeds": [_TEXT_TOKENS, transformer_config["text_dim"]]}
+    if transformer_config["in_channels"] > channels[0]:
+        sizes["image_latent"] = channels
+    if transformer_config["image_dim"] is not None:
+        sizes["image_embeds"] = [257, transformer_config["image_dim"]]
+    return sizes
+
+
+def make_random_batches(sizes: dict[str, list[int]], device: torch.device):
+    """(shape, batch size) -> a micro-batch of random numbers, as the loader would hand it out.
+
+    Args:
+        sizes: of `column_sizes`.
+    """
+
+    def random_batch(shape: LatentShape, batch_size: int) -> dict:
+        batch = {
+            name: torch.randn(
+                batch_size,
+                *size,
+                *((shape.frames, shape.height, shape.width) if name in _AS_LATENT else ()),
+                device=device,
+            )
+            for name, size in sizes.items()
+        }
+        indices = torch.arange(batch_size)
+        return {**batch, "latent_normalized": True, "sample_index": indices, "loss_weight": 1.0}
+
+    return random_batch
+
+
+def try_buckets(
+    accelerator: Accelerator, output_dir: Path, sizes: dict, run, plan, model, optimizer, scheduler
+) -> None:
+    """The preflight of a training run: its own micro-step on random micro-batches of each bucket, and a checkpoint.
+
+    Args:
+        output_dir: of the run.
+        sizes: of `column_sizes`.
+        run: (batch) -> what `run_micro_step` returns.
+        plan: the loader's.
+    """
+    random_batch = make_random_batches(sizes, accelerator.device)
+
+    def run_micro_step(shape: LatentShape, batch_size: int) -> torch.Tensor:
+        return run(random_batch(shape, batch_size))[0]
+
+    report = preflight(
+        accelerator,
+        run_micro_step,
+        plan,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        checkpoint=output_dir / "partial-checkpoint-preflight",
+    )
+    if accelerator.is_main_process:
+        print(report, file=sys.stderr, flush=True)
