@@ -47,7 +47,7 @@ def available_gib(device: torch.device) -> float:
     if device.type != "cuda":
         return math.inf
     free, total = torch.cuda.mem_get_info(device)
-    share = torch.cuda.get_per_process_memory_fraction(device) * total
+    share = torch.cuda.get_per_process_memory_fraction() * total  # it refuses a device without an index
     return min(free + torch.cuda.memory_reserved(device), share) / 2**30
 
 

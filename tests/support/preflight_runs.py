@@ -52,8 +52,9 @@ class TinyRun:
 
     def micro_step(self, shape: LatentShape, batch_size: int) -> torch.Tensor:
         with self.accelerator.accumulate(self.model):
-            latent = torch.randn(batch_size, 4, shape.frames, shape.height, shape.width)
-            text, time = torch.randn(batch_size, 7, 16), torch.full((batch_size,), 500.0)
+            device = self.accelerator.device
+            latent = torch.randn(batch_size, 4, shape.frames, shape.height, shape.width, device=device)
+            text, time = torch.randn(batch_size, 7, 16, device=device), torch.full((batch_size,), 500.0, device=device)
             predicted = self.model(latent, timestep=time, encoder_hidden_states=text, return_dict=False)[0]
             loss = (predicted - latent).square().mean()
             self.accelerator.backward(loss)
