@@ -85,7 +85,10 @@ def test_fit_from_a_log_writes_a_config_that_plans_within_what_ran(run, files):
     assert json.loads(out)["cost_model"]["errors"]["median"] < 0.05
     assert "2 steps are left out: the first 2." in err and "optimizer steps fitted" in err
     config = BucketConfig.from_pretrained(files / "refitted")
-    assert config.environment == {"world_size": 2, "gradient_accumulation_steps": 2}
+    assert (config.origin, config.environment) == ("training_log", {"world_size": 2, "gradient_accumulation_steps": 2})
+    card = (files / "refitted" / "README.md").read_text()
+    assert "fitted to the optimizer steps of a training run" in card and "share of the run's steps" in card
+    assert "measured with the set-up" not in card and "| not measured |" in card
     assert config.memory_model is None
     status, _, err = run("plan", "refitted", "--shapes", "shapes.json")
     assert status == 0 and "Memory was not measured: micro-batches stay within" in err

@@ -75,6 +75,7 @@ def test_every_command_works_piped_in_ascii_without_a_home(folder):
     assert "Traceback" not in err
     assert "21x60x104 | 81x480x832 | " in out  # rich's lines, in ASCII
     assert "\\u62a5\\u544a.html" in out
+    assert len([line for line in err.splitlines() if line.startswith("next: ")]) == len([*MAKE, *LOOK, *PUSH])
     assert (folder / "报告.html").is_file()
     assert "bucket_config.json" in hub.files("someone/wan")
 
