@@ -1,6 +1,7 @@
 """How do files get to the Hub and back, and what is said when they do not?"""
 
 import logging
+import re
 import shlex
 import time
 from pathlib import Path
@@ -109,7 +110,10 @@ def read_dataset_column(repo_id, column):
             with hub.open(path, "rb") as stream:
                 file = pyarrow.parquet.ParquetFile(stream)
                 if column not in file.schema_arrow.names:
-                    raise UserError(f"{path} has no column {column!r}, but {', '.join(file.schema_arrow.names)}.")
+                    raise UserError(
+                        f"{path} has no column {column!r}, but {', '.join(file.schema_arrow.names)}. Of pictures or "
+                        f"clips make latents first: python recipes/prepare_dataset.py --dataset_name {repo_id}"
+                    )
                 tables.append(file.read([column]))
     except (FileNotFoundError, RepositoryNotFoundError) as error:
         raise UserError(
@@ -234,8 +238,11 @@ def _asked_pause(error):
     """Seconds that the Hub asks to wait, with one more against rounding, or None."""
     if not _status(error):
         return None
-    asked = _cause(error).response.headers.get("Retry-After", "")
-    return int(asked) + 1 if asked.isdecimal() else None
+    headers = _cause(error).response.headers
+    asked = re.search(r"^(\d+)$", headers.get("Retry-After", "")) or re.search(
+        r"\bt=(\d+)", headers.get("RateLimit", "")
+    )
+    return int(asked[1]) + 1 if asked else None
 
 
 def _short(error):

@@ -131,8 +131,9 @@ def test_private_is_kept_and_never_ignored(hub, config):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_pause_that_the_hub_asks_for_is_kept_at_every_stage(hub, config, stage):
-    hub.fail(stage, 429, {"Retry-After": "7"})
+@pytest.mark.parametrize("header", [{"Retry-After": "7"}, {"RateLimit": '"api";r=0;t=7'}])
+def test_the_pause_that_the_hub_asks_for_is_kept_at_every_stage(hub, config, stage, header):
+    hub.fail(stage, 429, header)
     config.push_to_hub("someone/wan", token=WRITE_TOKEN)
     assert hub.pauses == [8]
     assert "bucket_config.json" in hub.files("someone/wan")

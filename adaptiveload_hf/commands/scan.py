@@ -8,6 +8,8 @@ from ..errors import UserError
 from ..tables import print_json, print_table, say, say_next
 from .arguments import AsJson, PatchSize, TextTokens, parse_geometry
 
+_MOST_BUCKETS = 8  # with more shapes, prepare_dataset.py chooses few that fit the data
+
 
 def scan(
     dataset: Annotated[str, typer.Argument(metavar="DATASET", help="Folder, tar file, or Hub id of a dataset.")],
@@ -63,8 +65,7 @@ def _row(shape, count, found, geometry):
 def _say_next(dataset, found, rows):
     model = ("--pretrained_model_name_or_path", "PIPELINE")
     if found.kind == "clips and pictures":
-        commonest = sorted(sorted(rows, key=lambda row: -row["samples"])[:8], key=lambda row: row["tokens"] or 0)
-        sizes = [row["pixels"] for row in commonest]
+        sizes = [row["pixels"] for row in rows] if len(rows) <= _MOST_BUCKETS else ["auto"]
         folders = ("--instance_data_root", dataset, "--output_dir", "prepared")
         say_next("python", "recipes/prepare_dataset.py", *folders, *model, "--video_resolution_buckets", *sizes)
     elif found.kind == "prepared dataset":
