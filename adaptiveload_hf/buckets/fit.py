@@ -8,47 +8,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ..errors import UserError
-from .cost import Additive, CostModel, Measurement, MemoryModel, PowerLaw, Roofline
+from .cost import CostModel, Measurement, MemoryModel, PowerLaw
+from .search import FORMS, LEAST_RESIDUAL_SCALE, TimedSteps, fit_form, minimise, model_of, relative_errors, vector_of
 
-# S is divided by this while fitting, so that all coefficients are of the same order.
-_TOKEN_SCALE = 1e4
-# What the parameters of Additive and Roofline are multiplied by then: a or floor, c0, c1, c2, a.
-_UNITS = _TOKEN_SCALE ** np.array([0.0, 0.0, 1.0, 2.0, 0.0])
-# Compute-bound steps repeat within about 2% (NVIDIA H200, tests/data); launch-bound ones stray by 20% and more.
-_LEAST_RESIDUAL_SCALE = 0.02
 # Steps shorter than this many times the shortest one may still be on the floor.
 _ABOVE_FLOOR = 1.5
 _LEAST_STRAY = 0.1
-_HIGHEST_EXPONENT = 4.0
-_STARTS_KEPT = 2
-_FITTED: dict[str, type[CostModel]] = {model.kind: model for model in (PowerLaw, Additive, Roofline)}
-
-
-@dataclass(frozen=True)
-class TimedSteps:
-    """Steps of K micro-steps on W ranks, which wait for their slowest in each micro-step.
-
-    Args:
-        batch_size, tokens: B and S of each micro-batch, float64 [steps, K, W].
-        seconds: of each step, float64 [steps].
-        names: what a message calls each step.
-        held_out: int [steps]; equal ones are left out together to measure the error on steps that a fit has not seen.
-    """
-
-    batch_size: np.ndarray
-    tokens: np.ndarray
-    seconds: np.ndarray
-    names: tuple[str, ...]
-    held_out: np.ndarray
-
-    def predict(self, model: CostModel) -> np.ndarray:
-        """Seconds of each step, float64 [steps]: the sum over micro-steps of the maximum over ranks."""
-        return model.seconds(self.batch_size, self.tokens).max(axis=2).sum(axis=1)
-
-    def take(self, rows: np.ndarray) -> TimedSteps:
-        """The steps where `rows`, bool [steps], is true."""
-        names = tuple(name for name, taken in zip(self.names, rows) if taken)
-        return TimedSteps(self.batch_size[rows], self.tokens[rows], self.seconds[rows], names, self.held_out[rows])
+_FRAGMENTED = 1.1  # held over used, at large steps; plans keep 10% of the GPU free for it
 
 
 @dataclass(frozen=True)
@@ -106,9 +72,9 @@ def fit_cost_model(measurements: Sequence[Measurement], kinds: str | Sequence[st
 
     Source: the paper fits a + b*B*S**p only; the other forms and the choice between them are ours.
     """
-    wanted = list(_FITTED) if kinds == "all" else list(kinds)
-    if not wanted or not set(wanted) <= set(_FITTED):
-        raise UserError(f"kinds must be 'all' or some of {sorted(_FITTED)}, but found {kinds!r}.")
+    wanted = list(FORMS) if kinds == "all" else list(kinds)
+    if not wanted or not set(wanted) <= set(FORMS):
+        raise UserError(f"kinds must be 'all' or some of {sorted(FORMS)}, but found {kinds!r}.")
     timed = sorted((m for m in measurements if not m.oom), key=lambda m: (m.batch_size, m.tokens, m.seconds, m.shape))
     _check_points(timed)
     batch, tokens, seconds = np.array([(m.batch_size, m.tokens, m.seconds) for m in timed], dtype=np.float64).T
@@ -117,16 +83,16 @@ def fit_cost_model(measurements: Sequence[Measurement], kinds: str | Sequence[st
     return fit_steps(TimedSteps(batch[:, None, None], tokens[:, None, None], seconds, names, held_out), wanted)
 
 
-def fit_steps(steps: TimedSteps, kinds: Sequence[str] = tuple(_FITTED)) -> CostFit:
+def fit_steps(steps: TimedSteps, kinds: Sequence[str] = tuple(FORMS)) -> CostFit:
     """`fit_cost_model` for steps that may mix micro-batches; whether they tell enough is the caller's to check."""
     candidates = {}
     for kind in dict.fromkeys([*kinds, PowerLaw.kind]):
-        model = _fit(kind, steps)
-        errors = _relative_errors(model, steps)
+        model = fit_form(kind, steps)
+        errors = relative_errors(model, steps)
         unseen = []
         for group in np.unique(steps.held_out):
             out = steps.held_out == group
-            unseen.append(np.median(_relative_errors(_fit(kind, steps.take(~out)), steps.take(out))))
+            unseen.append(np.median(relative_errors(fit_form(kind, steps.take(~out)), steps.take(out))))
         candidates[kind] = CandidateFit(model, float(np.median(errors)), float(errors.max()), float(np.mean(unseen)))
     best = min(kinds, key=lambda kind: candidates[kind].leave_one_out_error)
     return CostFit(candidates[best].model, candidates, candidates[PowerLaw.kind].model, steps)
@@ -145,12 +111,12 @@ def parameter_confidence(fit: CostFit, draws: int = 100, seed: int = 0) -> dict[
     parameters = len(fit.model.parameters)
     # A fit comes nearer to its own points than the law does.
     errors = errors * np.sqrt(len(errors) / max(1, len(errors) - parameters))
-    scale = max(_LEAST_RESIDUAL_SCALE, float(np.median(np.abs(errors))))
-    random, start, found = np.random.default_rng(seed), _vector(fit.model), []
+    scale = max(LEAST_RESIDUAL_SCALE, float(np.median(np.abs(errors))))
+    random, start, found = np.random.default_rng(seed), vector_of(fit.model), []
     for _ in range(draws):
         drawn = predicted * np.maximum(0.1, 1 + random.choice(errors, len(errors)))
         again = replace(steps, seconds=drawn)
-        found.append(list(_model(kind, _minimise(kind, again, start, scale).x).parameters.values()))
+        found.append(list(model_of(kind, minimise(kind, again, start, scale).x).parameters.values()))
     low, high = np.quantile(found, [0.05, 0.95], axis=0)
     return {name: (float(a), float(b)) for name, a, b in zip(fit.model.parameters, low, high)}
 
@@ -160,11 +126,11 @@ def sensitivity(model: CostModel, predict: Callable[[CostModel], np.ndarray]) ->
 
     A parameter of 0 is moved by 1% of a second for each sample, or for 10,000 tokens.
     """
-    start, before, columns = _vector(model), predict(model), []
+    start, before, columns = vector_of(model), predict(model), []
     for index, value in enumerate(start):
         size, moved = max(value, 0.01), start.copy()
         moved[index] += 1e-6 * size
-        columns.append((predict(_model(model.kind, moved)) - before) / 1e-6)
+        columns.append((predict(model_of(model.kind, moved)) - before) / 1e-6)
     return np.stack(columns, axis=1)
 
 
@@ -213,10 +179,11 @@ def fit_memory_model(measurements: Sequence[Measurement], gpu_memory_gib: float 
 def describe_measurements(measurements: Sequence[Measurement]) -> list[str]:
     """What a user should know of measurements that can be fitted, one sentence each.
 
-    Repeats that disagree in memory, points that ran out of memory below one that fitted, and parts of the cost that
-    the points leave to the form of the law, with the point to add.
+    Repeats that disagree in memory, points that ran out of memory below one that fitted, memory lost to fragmentation,
+    and parts of the cost that the points leave to the form of the law, with the point to add.
     """
-    return [*_repeats(measurements), *_contradictions(measurements), *_weak_parts(measurements)]
+    parts = (_repeats, _contradictions, _fragmentation, _weak_parts)
+    return [sentence for part in parts for sentence in part(measurements)]
 
 
 def _repeats(measurements):
@@ -239,6 +206,18 @@ def _contradictions(measurements):
         f"{_name(m)} ran out of memory, though {_name(largest)}, which is larger, did not; the failure is believed."
         for m in failed
         if largest and m.batch_size * m.tokens <= largest.batch_size * largest.tokens
+    ]
+
+
+def _fragmentation(measurements):
+    highest = max((m.peak_gib for m in measurements if not m.oom), default=0.0)
+    held = [m for m in measurements if not m.oom and m.peak_gib > highest / 2 and m.reserved_gib > 0]
+    worst = max(held, key=lambda m: m.reserved_gib / m.peak_gib, default=None)
+    if worst is None or worst.reserved_gib <= _FRAGMENTED * worst.peak_gib:
+        return []
+    return [
+        f"At {_name(worst)} the allocator held {worst.reserved_gib:.1f} GiB for a peak of {worst.peak_gib:.1f}: more "
+        "than plans keep free. Set PYTORCH_ALLOC_CONF=expandable_segments:True, or plan with a smaller memory limit."
     ]
 
 
@@ -296,95 +275,3 @@ def _check_points(timed: Sequence[Measurement]) -> None:
             f"{largest.shape} at batch size {4 * largest.batch_size}, and larger ones until a step takes 3 times as "
             "long."
         )
-
-
-def _relative_errors(model: CostModel, steps: TimedSteps) -> np.ndarray:
-    return np.abs(steps.predict(model) / steps.seconds - 1)
-
-
-def _model(kind: str, x: np.ndarray) -> CostModel:
-    if kind == PowerLaw.kind:
-        return PowerLaw(float(x[0]), float(x[1] / _TOKEN_SCALE ** x[2]), float(x[2]))
-    return _FITTED[kind](*(x / _UNITS[: len(x)]).tolist())
-
-
-def _vector(model: CostModel) -> np.ndarray:
-    """The x of which `_model` makes this model."""
-    x = np.array(list(model.parameters.values()))
-    return x * ([1, _TOKEN_SCALE**model.p, 1] if model.kind == PowerLaw.kind else _UNITS[: len(x)])
-
-
-def _starts(kind: str, steps: TimedSteps) -> list[np.ndarray]:
-    """Where the search may begin: solved for some exponents, or for some guesses of which steps are on the floor."""
-    if kind == PowerLaw.kind:
-        return [_alternate(kind, steps, np.array([0.0, 1.0, p])) for p in np.arange(1.0, 2.6, 0.25)]
-    if kind == Additive.kind:
-        return [_alternate(kind, steps, np.array([0.0, 0.0, 1.0, 1.0]))]
-    seconds, starts = steps.seconds / steps.batch_size.shape[1], []
-    floors = np.outer(np.quantile(seconds, [0.0, 0.1, 0.25, 0.5]), [0.9, 1.3]).ravel()
-    for linear, quadratic in ((1.0, 0.0), (1.0, 1.0), (0.0, 1.0)):
-        tokens = steps.tokens / _TOKEN_SCALE
-        work = (steps.batch_size * (linear * tokens + quadratic * tokens**2)).max(axis=2).mean(axis=1)
-        rate = np.quantile(seconds / work, 0.25)
-        starts += [np.array([floor, 0.0, rate * linear, rate * quadratic, 0.0]) for floor in floors]
-    return [_alternate(kind, steps, x) for x in starts]
-
-
-def _alternate(kind: str, steps: TimedSteps, x: np.ndarray) -> np.ndarray:
-    """Robust non-negative least squares, in turn with who is the slowest rank and which micro-steps are on the floor.
-
-    With those (and a power law's exponent) held, seconds are linear in the parameters.
-    """
-    from scipy.optimize import nnls
-
-    weights = np.ones(len(steps.seconds))
-    for _ in range(12):
-        matrix = _columns(kind, steps, x) / steps.seconds[:, None]
-        found = nnls(matrix * weights[:, None], weights)[0]
-        x = np.append(found, x[2]) if kind == PowerLaw.kind else found
-        off = np.abs(matrix @ found - 1)
-        # The weights of the Cauchy loss.
-        weights = (1 + (off / max(_LEAST_RESIDUAL_SCALE, float(np.median(off)))) ** 2) ** -0.5
-    return x
-
-
-def _columns(kind: str, steps: TimedSteps, x: np.ndarray) -> np.ndarray:
-    """What each linear parameter is multiplied by, float64 [steps, parameters]."""
-    model = _model(kind, x)
-    work = steps.batch_size * model.seconds_per_sample(steps.tokens)
-    slowest = work.argmax(axis=2)[:, :, None]
-    batch, tokens, work = (
-        np.take_along_axis(array, slowest, axis=2)[:, :, 0]
-        for array in (steps.batch_size, steps.tokens / _TOKEN_SCALE, work)
-    )
-    if kind == PowerLaw.kind:
-        columns = [np.ones_like(batch), batch * tokens ** x[2]]
-    else:
-        columns = [np.ones_like(batch), batch, batch * tokens, batch * tokens**2]
-    if kind == Roofline.kind:
-        above = model.a + work > model.floor
-        columns = [~above, *(above * column for column in columns[1:]), above]
-    return np.stack(columns, axis=2).sum(axis=1, dtype=np.float64)
-
-
-def _minimise(kind: str, steps: TimedSteps, start: np.ndarray, scale: float):
-    """The parameters with the least Cauchy loss of the relative errors near `start`, and that loss."""
-    from scipy.optimize import least_squares
-
-    def residuals(x):
-        return steps.predict(_model(kind, x)) / steps.seconds - 1
-
-    # No exponent on steps that tell nothing about it may run off to where S**p overflows.
-    highest = [np.inf, np.inf, _HIGHEST_EXPONENT] if kind == PowerLaw.kind else np.inf
-    return least_squares(residuals, start, bounds=(0, highest), loss="cauchy", f_scale=scale)
-
-
-def _fit(kind: str, steps: TimedSteps) -> CostModel:
-    # A loss that grows only with the logarithm beyond the errors that are usual here: so strays do not bend the
-    # slope, and a form that fits nowhere is not fitted to a few points alone.
-    starts = _starts(kind, steps)
-    errors = np.stack([_relative_errors(_model(kind, x), steps) for x in starts])
-    scale = max(_LEAST_RESIDUAL_SCALE, float(np.median(errors, axis=1).min()))
-    losses = np.log1p((errors / scale) ** 2).sum(axis=1)
-    best = [starts[i] for i in np.argsort(losses, kind="stable")[:_STARTS_KEPT]]
-    return _model(kind, min((_minimise(kind, steps, x, scale) for x in best), key=lambda found: found.cost).x)

@@ -103,3 +103,16 @@ def test_a_point_that_ran_out_of_memory_is_never_within_a_limit_of_that_gpu():
     points = [*peaks((1, 60), (4, 64), (8, 70)), Measurement("1x8x8", 16, 9, 0.0, 30.0, oom=True)]
     assert fit_memory_model(points).max_tokens(72.0) >= 9 * 16, "its peak alone would let it in"
     assert fit_memory_model(points, gpu_memory_gib=80.0).max_tokens(72.0) < 9 * 16
+
+
+def test_memory_that_fragmentation_wastes_is_said_of_large_steps_alone():
+    points = [
+        Measurement("1x32x32", 256, batch, float(TRUE.seconds(batch, 256)), gib, reserved_gib=held)
+        for batch, gib, held in ((1, 2.0, 4.0), (64, 20.0, 21.0), (128, 38.0, 39.0))
+    ]
+    points.append(Measurement("5x60x104", 7800, 8, float(TRUE.seconds(8, 7800)), 60.0, reserved_gib=65.0))
+    assert not [words for words in describe_measurements(points) if "allocator" in words]
+    points.append(Measurement("5x60x104", 7800, 7, float(TRUE.seconds(7, 7800)), 50.0, reserved_gib=60.0))
+    assert describe_measurements(points)[0].startswith(
+        "At 5x60x104 at batch size 7 the allocator held 60.0 GiB for a peak of 50.0: more than plans keep free."
+    )
