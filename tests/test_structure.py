@@ -17,7 +17,7 @@ TOP_LEVEL = {
 }
 # From the bottom up; a module imports only from rows before its own (see docs/design.md).
 LAYERS = [
-    {"errors", "adaln.extension", "adaln.runtime", "adaln.source", "adaln.tested_sources"},
+    {"errors", "adaln.extension", "adaln.first_call", "adaln.runtime", "adaln.source", "adaln.tested_sources"},
     {"adaln.projections", "adaln.triton_kernels"},
     {"adaln.triton_ops"},
     {

@@ -84,6 +84,12 @@ def adapter_of(module: nn.Module, owner: type) -> tuple[Adapter | None, str | No
     return None, "its adapter is for another version of its source" if registered else None
 
 
+def helpers_of(owner: type, adapter: Adapter | None) -> tuple[tuple[str, object, bool], ...]:
+    """(name, function, whether it is the class's) of each helper whose calls the edits of an adapter take out."""
+    names = [name for name, _ in adapter.sources if name != "forward"] if adapter is not None else []
+    return tuple((name, _helper(owner, name), hasattr(owner, name)) for name in names)
+
+
 def adapted(source: FunctionSource, adapter: Adapter) -> FunctionSource:
     """A source with the edits of an adapter; its digest is of both.
 
@@ -120,12 +126,17 @@ def _places(tree: ast.AST, wanted: list[ast.stmt]):
                     yield block, begin, begin + len(texts)
 
 
+def _helper(owner: type, name: str) -> object | None:
+    """A function of a class, or else a global of its forward."""
+    forward_globals = getattr(inspect.unwrap(vars(owner)["forward"]), "__globals__", {})
+    return getattr(owner, name, forward_globals.get(name))
+
+
 def _digest(module: nn.Module, owner: type, name: str) -> str | None:
-    """Of a method that a module has from `owner`, or of a global function of its forward; None if it is another's."""
-    function = getattr(owner, name, None)
-    if function is None:
-        function = getattr(inspect.unwrap(vars(owner)["forward"]), "__globals__", {}).get(name)
-    elif name != "forward" and (getattr(type(module), name) is not function or name in vars(module)):
+    """Of such a function, as a module has it; None if the module has another."""
+    function = _helper(owner, name)
+    is_method = name != "forward" and hasattr(owner, name)
+    if is_method and (getattr(type(module), name) is not function or name in vars(module)):
         return None
     try:
         return running_source(function).digest

@@ -53,6 +53,7 @@ class AdaptiveLoadAttnProcessor:
             )
         self.stock = stock
         self.backend = backend
+        self._tested_call = type(stock).__call__
 
     def __call__(
         self,
@@ -65,10 +66,12 @@ class AdaptiveLoadAttnProcessor:
         """What the stock processor returns, up to rounding."""
         ops = _OPS_OF[self.backend]
         self_attention = rotary_emb is not None and encoder_hidden_states is None
-        if self_attention and ops.can_turn((attn.norm_q, attn.norm_k), hidden_states, *rotary_emb, attn.heads):
-            attn, rotary_emb = _FusedAttention(attn, _turning(ops, rotary_emb, attn.heads), _PROJECTED_TOGETHER), None
-        elif type(attn.to_q) is not nn.Linear:  # LoRA
-            attn = _FusedAttention(attn, _called, {})
+        if type(self.stock).__call__ is self._tested_call:
+            if self_attention and ops.can_turn((attn.norm_q, attn.norm_k), hidden_states, *rotary_emb, attn.heads):
+                norm = _turning(ops, rotary_emb, attn.heads)
+                attn, rotary_emb = _FusedAttention(attn, norm, _PROJECTED_TOGETHER), None
+            elif type(attn.to_q) is not nn.Linear:  # LoRA
+                attn = _FusedAttention(attn, _called, {})
         return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
 
     def _can_wrap(self, stock: object) -> bool:
@@ -105,7 +108,8 @@ class AdaptiveLoadJointAttnProcessor(AdaptiveLoadAttnProcessor):
         **kwargs,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """What the stock processor returns, up to rounding."""
-        attn = _FusedAttention(attn, functools.partial(_norm_heads, _OPS_OF[self.backend]), _PROJECTED_TOGETHER)
+        if type(self.stock).__call__ is self._tested_call:
+            attn = _FusedAttention(attn, functools.partial(_norm_heads, _OPS_OF[self.backend]), _PROJECTED_TOGETHER)
         return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, *args, **kwargs)
 
     def _can_wrap(self, stock: object) -> bool:
@@ -178,23 +182,23 @@ def _norm_heads(ops: FusedOps, norm: nn.Module, x: Tensor) -> Tensor:
 def is_stock(processor: object) -> bool:
     """Whether a processor is one of diffusers' own that `AdaptiveLoadAttnProcessor` wraps."""
     cls = type(processor)
-    return cls.__module__.startswith("diffusers.") and _digest(cls) in TESTED_PROCESSORS
+    return cls.__module__.startswith("diffusers.") and _digest(cls.__call__) in TESTED_PROCESSORS
 
 
 def op_of(module: nn.Module) -> str | None:
     """The op that a wrapped processor of this module runs, if it is an attention that stock ones serve."""
     default = getattr(type(module), "_default_processor_cls", None)
-    if isinstance(default, type) and _digest(default) in TESTED_PROCESSORS:
+    if isinstance(default, type) and _digest(default.__call__) in TESTED_PROCESSORS:
         return "rms_norm_rope"
     processor = getattr(module, "processor", None)
-    joint = type(processor) is JointAttnProcessor2_0 and _digest(JointAttnProcessor2_0) in TESTED_JOINT_PROCESSORS
+    joint = type(processor) is JointAttnProcessor2_0 and _digest(JointAttnProcessor2_0.__call__) in TESTED_JOINT_PROCESSORS
     return "rms_norm_modulate" if joint or type(processor) is AdaptiveLoadJointAttnProcessor else None
 
 
 @functools.cache
-def _digest(cls: type) -> str | None:
+def _digest(call: object) -> str | None:
     try:
-        return running_source(cls.__call__).digest
+        return running_source(call).digest
     except LeftEager:
         return None
 

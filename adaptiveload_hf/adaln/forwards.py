@@ -11,13 +11,16 @@ from torch import nn
 
 from . import ops as fused_ops
 from . import reference
-from .adapters import Adapter, adapted
+from .adapters import Adapter, adapted, helpers_of
+from .first_call import Verdict, forward_of
 from .patterns import Site
 from .rewrite import PREFIX, Rewriter
-from .runtime import NORM_OPS, FusedOps, Verdict, forward_of
+from .runtime import NORM_OPS, FusedOps
 from .source import FunctionSource, LeftEager, future_flags, running_source, shown_source
 from .tested_sources import TESTED_SOURCES
 
+# Set on an instance while it is patched. A function that somebody put around its forward may outlive the patch.
+MARK = "_adaptiveload_patched"
 # Arguments of FusedOps: the module of the ops, devices, what is passed to every op.
 BACKENDS = {
     "auto": (fused_ops, ("cpu", "cuda"), {}),
@@ -70,6 +73,7 @@ class RewrittenForward:
         self.sites: list[Site] = []
         self.reason: str | None = None
         self.verdict = Verdict.TRUSTED
+        self._helpers = helpers_of(owner, adapter)
         try:
             self._rewrite(verify)
         except LeftEager as error:
@@ -82,6 +86,18 @@ class RewrittenForward:
         """The forward of one instance. A bound method: deep copies bind it to the copy, and torch.compile sees by its
         function that two instances run the same code (a `functools.partial` in a child compiles every block anew)."""
         return types.MethodType(self.stand_in, module)
+
+    def stands_for(self, module: nn.Module) -> bool:
+        """Whether the original would still run what was rewritten: the module is patched, and nobody has replaced its
+        class's forward, or a helper that an adapter took out, since."""
+        if MARK not in module.__dict__ or type(module).forward is not self.original:
+            return False
+        for name, helper, of_class in self._helpers:
+            if of_class and (name in module.__dict__ or getattr(type(module), name) is not helper):
+                return False
+            if not of_class and self.original.__globals__[name] is not helper:
+                return False
+        return True
 
     def __reduce__(self):
         return rewritten_forward, self._made_from

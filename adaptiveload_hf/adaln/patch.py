@@ -12,7 +12,7 @@ from torch import nn
 from ..errors import UserError
 from . import attention, families  # noqa: F401  families registers the adapters
 from .adapters import adapter_of
-from .forwards import RewrittenForward, norms_of, rewritten_behind, rewritten_forward
+from .forwards import MARK, RewrittenForward, norms_of, rewritten_behind, rewritten_forward
 from .ops import OPS, extension_missing_reason, kernel_backend
 from .patch_report import PatchReport
 from .registry import has_triton
@@ -85,6 +85,7 @@ def unpatch_model(model: nn.Module) -> None:
                 del module.forward
             elif rewritten is not None:
                 setattr(holder, name, types.MethodType(rewritten.original, module))
+        vars(module).pop(MARK, None)
 
 
 @contextlib.contextmanager
@@ -131,6 +132,7 @@ def _install(module: nn.Module, owner: type, rewritten: RewrittenForward) -> str
     for holder, name in _slots(module):
         if _function_of(getattr(holder, name), module) is rewritten.original:
             setattr(holder, name, rewritten.bind(module))
+            vars(module)[MARK] = True
             return None
     found = getattr(module.forward, "__qualname__", type(module.forward).__name__)
     return f"its forward on the instance is not the class's own but {found}"

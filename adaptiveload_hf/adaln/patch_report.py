@@ -4,8 +4,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from ..errors import UserError
+from .first_call import Verdict
 from .forwards import RewrittenForward
-from .runtime import Verdict
 
 _SITES = {"modulations": "modulation", "gates": "gate", "norms": "norm", "pairs": "pair"}
 _KINDS = (*_SITES, "attention")

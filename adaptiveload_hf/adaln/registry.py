@@ -9,6 +9,7 @@ import importlib.util
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import extension, gradients
 
@@ -127,6 +128,8 @@ def call(name: str, *args):
 
 
 def _wants_grad(args) -> bool:
+    if forward_ad._current_level >= 0:
+        return True  # no op has a jvp: autograd says so where it meets a dual tensor
     if torch.is_grad_enabled():
         for a in args:
             if isinstance(a, Tensor) and a.requires_grad:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from adaptiveload_hf import patch_model
-from adaptiveload_hf.adaln import ops, runtime
+from adaptiveload_hf.adaln import first_call, ops
 
 
 class Inline(nn.Module):
@@ -291,6 +291,6 @@ def test_a_tested_source_is_not_compared(monkeypatch):
 
     model = tiny_model("wan")
     report = patch_model(model)
-    monkeypatch.setattr(runtime, "_compare", lambda *_: pytest.fail("compared"))
+    monkeypatch.setattr(first_call, "_compare", lambda *_: pytest.fail("compared"))
     model(**tiny_inputs("wan"))
     assert "tested source" in str(report)

@@ -1,0 +1,136 @@
+"""Which forward runs on a patched instance, and does the first call of an untested class agree with the original?
+
+`forward_of` makes the forward that `patch` installs. torch.compile traces it, so nothing counts, logs or caches along
+the way, apart from that one comparison.
+"""
+
+import functools
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+# Relative L2 difference allowed between a rewritten and an original forward: a few roundings of each dtype.
+_TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+_CODE = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+
+
+class Verdict(Enum):
+    """What is known of a rewritten forward."""
+
+    TESTED = "tested source"
+    UNCHECKED = "not compared yet"
+    TRUSTED = "not compared, as asked"
+    EQUAL = "first call was equal"
+    DIFFERS = "first call differed"
+
+
+def forward_of(rewritten) -> types.FunctionType:
+    """The function that stands in for a class's forward, to be bound to its instances.
+
+    Args:
+        rewritten: `forwards.RewrittenForward`: `function`, `original`, the `verdict` on both, `stands_for(module)`.
+            The result carries it as an attribute.
+    """
+
+    @functools.wraps(rewritten.original)
+    def forward(self, *args, **kwargs):
+        if not rewritten.stands_for(self):
+            return type(self).forward(self, *args, **kwargs)
+        if rewritten.verdict in (Verdict.UNCHECKED, Verdict.DIFFERS):
+            return _run_checked(self, rewritten, args, kwargs)
+        return rewritten.function(self, *args, **kwargs)
+
+    forward.rewritten = rewritten
+    return forward
+
+
+def _run_checked(module: nn.Module, rewritten, args: tuple, kwargs: dict):
+    # A comparison cannot be traced: until one eager call was compared, compiled code is the original.
+    if rewritten.verdict is Verdict.UNCHECKED and not torch.compiler.is_compiling():
+        rewritten.verdict = _compare(module, rewritten, args, kwargs)
+        if rewritten.verdict is Verdict.DIFFERS:
+            warnings.warn(
+                f"The rewritten forward of {rewritten.name} differs from the original, which runs instead. Please "
+                "report this class.",
+                stacklevel=4,
+            )
+    if rewritten.verdict is Verdict.EQUAL:
+        return rewritten.function(module, *args, **kwargs)
+    return rewritten.original(module, *args, **kwargs)
+
+
+@torch.no_grad()
+def _compare(module: nn.Module, rewritten, args: tuple, kwargs: dict) -> Verdict:
+    """Run both forwards on copies of the inputs, with the same random numbers and the same state."""
+    original = _run_aside(rewritten.original, module, args, kwargs)
+    if not all(type(t) is Tensor and t.device.type != "meta" and bool(t.isfinite().all()) for t in original):
+        return Verdict.UNCHECKED  # nothing to be learnt from this call
+    fused = _run_aside(rewritten.function, module, args, kwargs)
+    same = len(fused) == len(original) and all(map(_close, fused, original))
+    return Verdict.EQUAL if same else Verdict.DIFFERS
+
+
+def _run_aside(forward: Callable, module: nn.Module, args: tuple, kwargs: dict) -> list[Tensor]:
+    put_back = list(_state(module, args, kwargs))
+    args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
+    devices = {leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.is_cuda}
+    try:
+        with torch.random.fork_rng(devices=devices):
+            output = forward(module, *args, **kwargs)
+    finally:
+        for restore in put_back:
+            restore()
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+def _state(module: nn.Module, args: tuple, kwargs: dict) -> Iterator[Callable[[], None]]:
+    """What puts back what a forward may leave behind: attributes and buffers of its modules, what their attention
+    processors and the caches among its arguments hold. (Not what hooks hold: FSDP's and offload's must go on.)"""
+    modules = list(module.modules())
+    others = [*pytree.tree_leaves((args, kwargs)), *(vars(m).get("processor") for m in modules)]
+    others = [other for other in others if hasattr(other, "__dict__") and not isinstance(other, (Tensor, *_CODE))]
+    for holder in (*modules, *others):
+        yield _as_it_is(vars(holder))
+        for name, value in vars(holder).items():
+            if name == "_buffers":
+                yield from map(_as_it_is, value.values())
+            elif not (name.startswith("_") and isinstance(holder, nn.Module)):
+                yield _as_it_is(value)
+
+
+def _as_it_is(value: object) -> Callable[[], None]:
+    """What gives a tensor its numbers and a container its items back, if they have changed."""
+    if isinstance(value, dict):
+        return functools.partial(_refill, value, dict(value))
+    if isinstance(value, list):
+        return functools.partial(value.__setitem__, slice(None), list(value))
+    if isinstance(value, Tensor) and not (isinstance(value, nn.Parameter) or value.is_meta):
+        return functools.partial(_rewrite, value, value.clone())
+    return lambda: None
+
+
+def _refill(container: dict, items: dict) -> None:
+    if [*map(id, container.values())] != [*map(id, items.values())] or [*container] != [*items]:
+        container.clear()
+        container.update(items)
+
+
+def _rewrite(tensor: Tensor, numbers: Tensor) -> None:
+    if not torch.equal(tensor, numbers):  # its version does not tell: batch norms edit their statistics past it
+        tensor.copy_(numbers)
+
+
+def _close(fused: Tensor, original: Tensor) -> bool:
+    if fused.shape != original.shape or not original.is_floating_point():
+        return fused.shape == original.shape and torch.equal(fused, original)
+    lowered = torch.is_autocast_enabled("cuda") and fused.dtype == torch.get_autocast_dtype("cuda")
+    if fused.dtype != original.dtype and not lowered:
+        return False
+    dtype = torch.promote_types(fused.dtype, torch.float32)
+    error, size = (torch.linalg.vector_norm(t, dtype=dtype) for t in (fused - original, original))
+    return bool(error <= _TOLERANCES.get(fused.dtype, 1e-6) * size)
