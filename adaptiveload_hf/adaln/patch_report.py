@@ -9,7 +9,7 @@ from .forwards import RewrittenForward
 
 _SITES = {"modulations": "modulation", "gates": "gate", "norms": "norm", "pairs": "pair"}
 _KINDS = (*_SITES, "attention")
-_COLUMNS = ("class", "instances", *_KINDS, "how", "left eager because")
+_NAMES = {"attention": "attention processors"}
 
 
 @dataclass
@@ -86,12 +86,14 @@ class PatchReport:
         else:
             row.refusals.update([refusal])
 
-    def source(self, class_name: str) -> str:
-        """The generated code of a class, named alone or with its module.
+    def source(self, class_name: str | type) -> str:
+        """The generated code of a class: the class, or its name, alone or with its module.
 
         Raises:
             UserError: no such class was patched.
         """
+        if isinstance(class_name, type):
+            class_name = f"{class_name.__module__}.{class_name.__qualname__}"
         for name, row in self._rows.items():
             if row.patched and class_name in (name, name.rpartition(".")[2]):
                 return "\n".join(dict.fromkeys(forward.text for forward in row.patched))
@@ -121,17 +123,40 @@ class PatchReport:
         return {"classes": classes, "backends": dict(self.backends), "extension_missing": self.extension_missing}
 
     def __str__(self) -> str:
-        lines = [_COLUMNS]
-        for row in self.to_dict()["classes"]:
-            counts = [f"{row[f'{kind}_fused']}/{row[f'{kind}_found']}" for kind in _KINDS]
-            reasons = row["left_eager"] or [""]
-            name = row["class"].rpartition(".")[2]
-            lines.append((name, str(row["instances"]), *counts, row["how"], reasons[0]))
-            lines += [(*[""] * (len(_COLUMNS) - 1), reason) for reason in reasons[1:]]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(_COLUMNS) - 1)]
-        table = [" | ".join([*(cell.ljust(w) for cell, w in zip(line, widths)), line[-1]]).rstrip() for line in lines]
-        table.insert(1, "-+-".join("-" * width for width in [*widths, len(_COLUMNS[-1])]))
-        table += ["", *(f"{op}: {where}" for op, where in self.backends.items())]
+        """What was fused in one sentence, a table of classes without empty columns, why what is left, what runs."""
+        rows = sorted(self.to_dict()["classes"], key=lambda row: row["how"] == "eager")
+        kinds = [kind for kind in _KINDS if any(row[f"{kind}_found"] for row in rows)]
+        totals = [
+            (kind, *(sum(row[f"{kind}_{what}"] for row in rows) for what in ("fused", "found"))) for kind in kinds
+        ]
+        fused = [f"{fused} of {found} {_NAMES.get(kind, kind)}" for kind, fused, found in totals]
+        lines = [("class", "instances", *kinds, "how")]
+        for row in rows:
+            counts = [f"{row[f'{k}_fused']}/{row[f'{k}_found']}" if row[f"{k}_found"] else "" for k in kinds]
+            lines.append((_short(row["class"]), str(row["instances"]), *counts, row["how"]))
+        left = [f"{_short(row['class'])}: {reason}" for row in rows for reason in row["left_eager"]]
+        text = [f"Fused: {', '.join(fused)}.", "", *_table(lines), "", *_ways(self.backends)]
         if self.extension_missing:
-            table.append(f"CUDA extension missing: {self.extension_missing}")
-        return "\n".join(table)
+            text.append(f"CUDA extension missing: {self.extension_missing}")
+        return "\n".join([*text, *(["", "Left eager:"] if left else []), *(f"  {reason}" for reason in left)])
+
+
+def _short(class_name: str) -> str:
+    return class_name.rpartition(".")[2]
+
+
+def _table(lines: list[tuple[str, ...]]) -> list[str]:
+    """Columns side by side, with a rule below the head."""
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    rows = [" | ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
+    return [rows[0], "-+-".join("-" * width for width in widths), *rows[1:]]
+
+
+def _ways(backends: dict[str, str]) -> list[str]:
+    """What runs the operations, those alike together."""
+    ways: dict[str, list[str]] = {}
+    for op, where in backends.items():
+        ways.setdefault(where, []).append(op)
+    if len(ways) == 1 and len(backends) > 1:
+        return [f"every operation: {where}" for where in ways]
+    return [f"{', '.join(ops)}: {where}" for where, ops in ways.items()]
