@@ -116,15 +116,13 @@ def test_fsdp2_in_bfloat16_with_gradient_checkpointing_works_where_it_does_unpat
             return None
         return torch.cat([p.grad.full_tensor().flatten() for p in model.parameters() if p.grad is not None])
 
+    # Before 2.12 torch does not cast Wan's rotary tables, which are float32, again when it recomputes.
+    fails = cast_inputs and family == "wan" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
     with fresh_accelerate(**one_rank()):
         torch.distributed.init_process_group("nccl")
-        truth, unpatched = step(None, checkpointing=False), step(None)
-        for gradients in map(step, (True, False)):
-            if gradients is None:  # torch 2.11 does not cast the rotary tables again when it recomputes
-                assert unpatched is None
-            else:
-                assert relative_error(gradients, truth) < 3e-2
-    assert cast_inputs or unpatched is not None
+        truth, found = step(None, checkpointing=False), [step(order) for order in (None, True, False)]
+        assert [gradients is None for gradients in found] == [fails] * 3
+        assert fails or all(relative_error(gradients, truth) < 3e-2 for gradients in found)
 
 
 @ORDERS
