@@ -47,7 +47,7 @@ LAYERS = [
         "load_figures",
         "run_figures",
     },
-    {"card", "adaln.families", "adaln.pairs", "buckets.fit", "buckets.workload"},
+    {"card", "adaln.families", "adaln.more_families", "adaln.pairs", "buckets.fit", "buckets.workload"},
     {
         "adaln.registry",
         "adaln.rewrite",

@@ -101,12 +101,18 @@ def _qwen_site(stream: str, states: str, index: str, number: str) -> tuple[str, 
 
 
 _SPLIT = "txt_mod1, txt_mod2 = txt_mod_params.chunk(2, dim=-1)"
+_IMAGE_SUM = "hidden_states = hidden_states + img_gate1 * img_attn_output"
+_TEXT_SUM = "encoder_hidden_states = encoder_hidden_states + txt_gate1 * txt_attn_output"
+_IMAGE_END = "hidden_states = hidden_states + img_gate2 * img_mlp_output"
 register_adapter(
     f"{_TRANSFORMERS}.transformer_qwenimage.QwenImageTransformerBlock",
     sources={"forward": "89de238db44a7a47", "_modulate": "9ee78b512057d504"},
     edits=[
         (_SPLIT, "\n".join([_SPLIT, *(_qwen_rows(stream, index) for stream, _, index in _QWEN_STREAMS)])),
         *(_qwen_site(*stream, number) for number in ("", "2") for stream in _QWEN_STREAMS),
+        # The text's residual waits until its norm comes.
+        (f"{_IMAGE_SUM}\n{_TEXT_SUM}", _IMAGE_SUM),
+        (_IMAGE_END, f"{_IMAGE_END}\n{_TEXT_SUM}"),
     ],
     functions=[modulation_rows],
 )
@@ -134,8 +140,42 @@ register_adapter(
     ],
 )
 
+# --------------------------------------------------------------------------------------------------------- Z-Image
+# Layer norms take a scale without its 1, and a list that grows in place holds the stream.
+
+_ROWS_OF_FINAL = [
+    (f"{name} = 1.0 + self.adaLN_modulation({condition})", f"{name} = self.adaLN_modulation({condition})")
+    for name, condition in (("scale_noisy", "c_noisy"), ("scale_clean", "c_clean"), ("scale", "c"))
+]
+for _module in ("transformer_z_image", "transformer_bria_fibo2"):
+    register_adapter(
+        f"{_TRANSFORMERS}.{_module}.FinalLayer",
+        sources={"forward": "3ff23ca1b52cbfde"},
+        edits=[*_ROWS_OF_FINAL, ("x = self.norm_final(x) * scale", "x = self.norm_final(x) * (1.0 + scale)")],
+    )
+register_adapter(
+    f"{_TRANSFORMERS}.transformer_ideogram4.Ideogram4FinalLayer",
+    sources={"forward": "658d069d68c6bcbb"},
+    edits=[
+        (
+            "scale = 1.0 + self.adaln_modulation(F.silu(conditioning))",
+            "scale = self.adaln_modulation(F.silu(conditioning))",
+        ),
+        (
+            "return self.linear(self.norm_final(hidden_states) * scale)",
+            "return self.linear(self.norm_final(hidden_states) * (1.0 + scale))",
+        ),
+    ],
+)
+register_adapter(
+    "diffusers.models.controlnets.controlnet_z_image.ZImageControlTransformerBlock",
+    sources={"forward": "c02e71b6810a03d1"},
+    edits=[("all_c += [c_skip, c]", "all_c = all_c + [c_skip, c]")],
+)
+
 # ----------------------------------------------------------------------------------------------------------- LTX 2.3
-# Text attention is modulated and gated under an `if`. (The modulation of text itself follows no norm.)
+# Text attention is modulated and gated under an `if`; between video and audio one norm is modulated under each of two.
+# (The modulation of text itself follows no norm.)
 
 
 def _ltx2_text(stream: str) -> list[tuple[str, str]]:
@@ -156,10 +196,32 @@ def _ltx2_text(stream: str) -> list[tuple[str, str]]:
     ]
 
 
+_LTX2_NORMS = (("", "video", "audio_to_video_norm"), ("audio_", "audio", "video_to_audio_norm"))
+
+
+def _ltx2_cross(direction: str) -> list[tuple[str, str]]:
+    edits = []
+    for stream, prefix, norm in _LTX2_NORMS:
+        rows = f"(1 + {prefix}_{direction}_ca_scale.squeeze(2)) + {prefix}_{direction}_ca_shift.squeeze(2)"
+        modulated = f"mod_norm_{stream}hidden_states = {{}} * {rows}"
+        normed = f"self.{norm}({stream}states_before)"
+        edits.append((modulated.format(f"norm_{stream}hidden_states"), modulated.format(normed)))
+    return edits
+
+
 register_adapter(
     f"{_TRANSFORMERS}.transformer_ltx2.LTX2VideoTransformerBlock",
     sources={"forward": "1dbdd9ab731b53b9"},
-    edits=[*_ltx2_text(""), *_ltx2_text("audio_")],
+    edits=[
+        *_ltx2_text(""),
+        *_ltx2_text("audio_"),
+        *(
+            (f"norm_{s}hidden_states = self.{n}({s}hidden_states)", f"{s}states_before = {s}hidden_states")
+            for s, _, n in _LTX2_NORMS
+        ),
+        *_ltx2_cross("a2v"),
+        *_ltx2_cross("v2a"),
+    ],
 )
 
 # ---------------------------------------------------------------------------------------------- Qwen-Image 2.1
@@ -168,13 +230,16 @@ register_adapter(
 
 def _qwen21_edit(site: str) -> tuple[str, str]:
     gate, modulated = f"img_gate{site}", f"img_modulated{site.replace('1', '')}"
-    rows = f"_select_modulation_rows({{}}{site}, target_token_mask)"
+    new = f"{modulated} = self.img_norm{site}(hidden_states) * (1 + scale{site})"
     return (
         f"{modulated}, {gate} = self._modulate(self.img_norm{site}(hidden_states), mod{site}, target_token_mask)",
-        f"scale{site}, {gate} = mod{site}.chunk(2, dim=-1)\n"
-        f"scale{site}, {gate} = {rows.format('scale')}, {rows.format('img_gate')}\n"
-        f"{modulated} = self.img_norm{site}(hidden_states) * (1 + scale{site})",
+        "\n".join([*(_qwen21_rows("1") + _qwen21_rows("2")), new]) if site == "1" else new,
     )
+
+
+def _qwen21_rows(site: str) -> list[str]:
+    names, rows = f"scale{site}, img_gate{site}", f"_select_modulation_rows({{}}{site}, target_token_mask)"
+    return [f"{names} = mod{site}.chunk(2, dim=-1)", f"{names} = {rows.format('scale')}, {rows.format('img_gate')}"]
 
 
 register_adapter(
@@ -210,15 +275,19 @@ _OTHER_NORM = """elif not self.norm_type == 'ada_norm_single':
 _ZERO = """if self.norm_type == 'ada_norm_zero':
     norm_hidden_states = {} * (1 + scale_mlp[:, None]) + shift_mlp[:, None]
 """
-register_adapter(
-    "diffusers.models.attention.BasicTransformerBlock",
-    sources={"forward": "440071576ac5ee6f"},
-    edits=[
-        _basic_gate("attn_output", "gate_msa"),
-        _basic_gate("ff_output", "gate_mlp"),
-        (
-            _CONTINUOUS + _OTHER_NORM + _ZERO.format("norm_hidden_states"),
-            _CONTINUOUS + "el" + _ZERO.format("self.norm3(hidden_states)") + _OTHER_NORM,
-        ),
-    ],
-)
+for _class_name, _digest in (
+    ("diffusers.models.attention.BasicTransformerBlock", "440071576ac5ee6f"),
+    (f"{_TRANSFORMERS}.transformer_2d_dreamlite.BasicTransformerBlockDreamLite", "2e0444b29f1de70a"),
+):
+    register_adapter(
+        _class_name,
+        sources={"forward": _digest},
+        edits=[
+            _basic_gate("attn_output", "gate_msa"),
+            _basic_gate("ff_output", "gate_mlp"),
+            (
+                _CONTINUOUS + _OTHER_NORM + _ZERO.format("norm_hidden_states"),
+                _CONTINUOUS + "el" + _ZERO.format("self.norm3(hidden_states)") + _OTHER_NORM,
+            ),
+        ],
+    )

@@ -10,7 +10,7 @@ from diffusers import ModelMixin
 from torch import nn
 
 from ..errors import UserError
-from . import attention, families  # noqa: F401  families registers the adapters
+from . import attention, families, more_families  # noqa: F401  both register the adapters
 from .adapters import adapter_of
 from .forwards import MARK, RewrittenForward, norms_of, rewritten_behind, rewritten_forward
 from .ops import OPS, extension_missing_reason, kernel_backend

@@ -140,11 +140,15 @@ class Finder:
                 normed, rows = _rows_of(value)
                 known = self.is_norm_call(cast(normed)[0]) or getattr(normed, "id", None) in self._norm_variables
                 scale, one_is_added = _without_one(factor), False
-                if scale is None and known and _named_scale(factor):
+                if scale is None and known and _named(factor, "scale"):
                     scale, one_is_added = factor, True
                 if scale is not None and (known or (shift is not None and not isinstance(normed, ast.Constant))):
                     site = Site("modulation", shortened(node), "it modulates no result of a known norm")
                     return Match(site, node, outer, statement, normed, scale, shift, rows, one_is_added)
+        for normed, shift in _both_ways(node, ast.Add):  # a shift alone
+            if self.is_norm_call(cast(normed)[0]) and _named(shift, "shift"):
+                site = Site("modulation", shortened(node), "")
+                return Match(site, node, outer, statement, normed, ast.Constant(None), shift)
         return None
 
     def _gate(self, node: ast.AST, outer: ast.AST, statement: ast.stmt) -> Match | None:
@@ -215,9 +219,9 @@ def _rows_of(node: ast.expr) -> tuple[ast.expr, ast.expr | None]:
     return node, None
 
 
-def _named_scale(factor: ast.expr) -> bool:
-    """A variable called a scale, or rows of it: the 1 may have been added before, as in `scale = 1 + scale`."""
-    return any("scale" in node.id for node in ast.walk(factor) if isinstance(node, ast.Name))
+def _named(operand: ast.expr, word: str) -> bool:
+    """A variable called a scale or a shift, or rows of it. (A scale may hold its 1 already: `scale = 1 + scale`.)"""
+    return any(word in node.id for node in ast.walk(operand) if isinstance(node, ast.Name))
 
 
 def _assigns_variable(statement: ast.stmt) -> bool:

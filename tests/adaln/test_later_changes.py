@@ -1,12 +1,13 @@
 """Does a patched model follow what its owner does to it, or to its classes, after the patch?"""
 
+import sys
 import types
 
 import pytest
 import torch
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from support.compositions import fused_ops
-from support.model_configs import tiny_case
+from support.model_configs import CASES, tiny_case
 from support.model_runs import forward
 from support.tiny_models import relative_error, tiny_inputs, tiny_model
 from torch import nn
@@ -68,6 +69,18 @@ def test_a_helper_that_an_instance_gets_later_is_called():
 
     for block in model.transformer_blocks:
         block._modulate = types.MethodType(twice, block)
+    (found,) = forward(model, inputs)
+    unpatch_model(model)
+    assert relative_error(found, forward(model, inputs)[0]) < 1e-5
+
+
+@pytest.mark.skipif("Kandinsky 6" not in CASES, reason="an older diffusers")
+def test_a_helper_that_a_module_gets_later_is_called(monkeypatch):
+    model, inputs = tiny_case("Kandinsky 6")
+    patch_model(model)
+    helpers = vars(sys.modules[type(model).__module__])
+    original = helpers["apply_gate_sum"]
+    monkeypatch.setitem(helpers, "apply_gate_sum", lambda x, out, gate: original(x, 2 * out, gate))
     (found,) = forward(model, inputs)
     unpatch_model(model)
     assert relative_error(found, forward(model, inputs)[0]) < 1e-5

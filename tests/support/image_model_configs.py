@@ -32,6 +32,12 @@ _LUMINA = {
 }
 
 
+_HUNYUAN_DIT = {
+    **{**_HEADS, "sample_size": 8, "patch_size": 2, "in_channels": 4, "cross_attention_dim": 8, "hidden_size": 16},
+    **{"cross_attention_dim_t5": 8, "pooled_projection_dim": 4, "text_len": 4, "text_len_t5": 4},
+}
+
+
 def _flux(channels=4, **more):
     places = {"img_ids": token_places(), "txt_ids": torch.zeros(6, 3)}
     states = {"hidden_states": randn(2, 16, channels), "encoder_hidden_states": randn(2, 6, 32)}
@@ -93,6 +99,13 @@ def _omnigen():
     return {"hidden_states": randn(2, 4, 8, 8), **ids, **image, **mask}
 
 
+def _protein():
+    places, times = randn(2, 6, 3), {"bb_ca_time": steps() / 1024, "local_latents_time": steps() / 2048}
+    kinds = {"is_in_context_conditioning": torch.zeros(2, 6).bool(), "supports_local_latent": torch.ones(2, 6).bool()}
+    states = {"bb_ca": places, "local_latents": randn(2, 6, 4), "padding_mask": torch.ones(2, 6).bool()}
+    return {**states, **times, "conditioning": kinds}
+
+
 IMAGE_CASES = {
     "AuraFlow": (
         "AuraFlowTransformer2DModel",
@@ -142,19 +155,7 @@ IMAGE_CASES = {
         | {"max_resolution": (16, 16), "llama_layers": (0, 1), "force_inference_output": True},
         _hidream,
     ),
-    "HunyuanDiT": (
-        "HunyuanDiT2DModel",
-        _HEADS
-        | {"sample_size": 8, "patch_size": 2, "in_channels": 4, "num_layers": 2, "cross_attention_dim": 8}
-        | {
-            "cross_attention_dim_t5": 8,
-            "pooled_projection_dim": 4,
-            "hidden_size": 16,
-            "text_len": 4,
-            "text_len_t5": 4,
-        },
-        _hunyuan_dit,
-    ),
+    "HunyuanDiT": ("HunyuanDiT2DModel", _HUNYUAN_DIT | {"num_layers": 2}, _hunyuan_dit),
     "HunyuanImage": (
         "HunyuanImageTransformer2DModel",
         _SIZES
@@ -249,5 +250,47 @@ IMAGE_CASES = {
         | {"attention_head_dim": 16, "patch_size": 1, "in_channels": 16, "out_channels": 16, "num_layers": 1}
         | {"context_in_dim": 16, "axes_dims_rope": (4, 6, 6)},
         lambda: tokens(img_shapes=[[(1, 4, 4)]] * 2, img_mask=torch.tensor([[False] * 8 + [True] * 4] * 2)),
+    ),
+    "Bria Fibo 2": (
+        "BriaFibo2Transformer2DModel",
+        {"in_channels": 4, "dim": 32, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2, "cap_feat_dim": 16}
+        | {"injection_layer_ids": (1,), "perceiver_num_layers": 1, "min_num_gist_tokens": 2, "max_num_gist_tokens": 4}
+        | {"gist_step": 1, "gist_min_text_len": 2, "gist_max_text_len": 8}
+        | {"axes_dims": (8, 4, 4), "axes_lens": (64, 32, 32)},
+        lambda: (
+            {"hidden_states": randn(2, 4, 8, 8), "timestep": steps() / 1024}
+            | {"encoder_hidden_states": randn(2, 2, 5, 16), "context_latents": [randn(2, 4, 4, 4)]}
+        ),
+    ),
+    "DreamLite": (
+        "DreamLiteTransformer2DModel",
+        _SIZES
+        | {"num_embeds_ada_norm": 8, "norm_type": "ada_norm_zero", "norm_num_groups": 2, "cross_attention_dim": 16}
+        | {"norm_elementwise_affine": False},
+        lambda: _image(16, size=4, class_labels=torch.tensor([1, 3])) | {"timestep": steps().long()},
+    ),
+    "Flux.3": (
+        "Flux3Transformer2DModel",
+        {name: value for name, value in _FLUX.items() if name != "patch_size"}
+        | {"cond_in_channels": 4, "timestep_channels": 16, "axes_dims_rope": (4, 4, 4, 4)},
+        lambda: _flux(
+            img_ids=token_places(axes=4),
+            txt_ids=torch.zeros(6, 4),
+            image_cond_hidden_states=randn(2, 4, 4),
+            image_cond_ids=token_places(2, 2, axes=4),
+        ),
+    ),
+    "HunyuanDiT ControlNet": (
+        "HunyuanDiT2DControlNetModel",
+        _HUNYUAN_DIT | {"transformer_num_layers": 4},
+        lambda: _hunyuan_dit() | {"controlnet_cond": randn(2, 4, 8, 8)},
+    ),
+    "RFD4 Proteina": (
+        "RFD4ProteinaTransformer",
+        {"nlayers": 2, "token_dim": 16, "nheads": 2, "dim_cond": 12, "pair_repr_dim": 8, "latent_dim": 4}
+        | {"t_emb_dim": 8, "tri_mult_c": 4, "num_sequence_classes": 6}
+        | {"feats_seq": ("xt_bb_ca", "xt_local_latents"), "feats_pair_repr": ("xt_bb_ca_pair_dists",)}
+        | {"feats_cond_seq": ("time_emb_bb_ca", "time_emb_local_latents")},
+        _protein,
     ),
 }

@@ -7,10 +7,13 @@ and `video_model_configs`. Two samples, different timesteps where the class allo
 import functools
 import importlib
 import pkgutil
+import types
 
 import diffusers
 import torch
 from diffusers.models import controlnets, transformers
+from diffusers.models.controlnets import controlnet_cosmos
+from torch.nn.attention import flex_attention
 
 from .image_model_configs import IMAGE_CASES
 from .model_inputs import steps, token_places
@@ -227,21 +230,6 @@ CASES = {
 }
 FIRST_CLASS = tuple(CASES)
 CASES |= IMAGE_CASES | VIDEO_CASES
-NO_TINY_CASE = {
-    "AnyFlowFARTransformer3DModel": "its attention needs FlexAttention, which has no backward on a CPU",
-    "SanaWMTransformer3DModel": "no tiny configuration",
-    "SanaWMLTX2RefinerTransformer3DModel": "no tiny configuration",
-    "Flux3Transformer2DModel": "no tiny configuration",
-    "RFD4ProteinaTransformer": "no tiny configuration",
-    "BriaFibo2Transformer2DModel": "no tiny configuration",
-    "HunyuanDiT2DControlNetModel": "no tiny configuration",
-    "CosmosControlNetModel": "no tiny configuration",
-    "WanAnimate2Transformer3DModel": "no tiny configuration",
-    "DreamLiteTransformer2DModel": "no tiny configuration",
-    "Kandinsky6SRTransformer3DModel": "no tiny configuration",
-}
-
-
 NO_ADALN = {
     *("ControlNetModel", "ControlNetUnionModel", "ControlNetXSAdapter", "UNetControlNetXSModel"),
     *("SparseControlNetModel", "FluxMultiControlNetModel", "HunyuanDiT2DMultiControlNetModel"),
@@ -263,6 +251,19 @@ def transformer_classes() -> dict[str, type]:
                 found |= {cls.__name__: cls for cls in own if issubclass(cls, diffusers.ModelMixin)}
     return found
 
+
+def _replace_what_a_cpu_lacks():
+    """FlexAttention refuses to differentiate on a CPU, where its eager form could; torchvision is not installed."""
+    flex_attention._validate_device = lambda *tensors: None
+    controlnet_cosmos.transforms = types.SimpleNamespace(
+        functional=types.SimpleNamespace(
+            resize=lambda image, size, **kwargs: torch.nn.functional.interpolate(image, size)
+        ),
+        InterpolationMode=types.SimpleNamespace(NEAREST="nearest"),
+    )
+
+
+_replace_what_a_cpu_lacks()
 
 # Older releases have fewer.
 CASES = {name: case for name, case in CASES.items() if case[0] in transformer_classes()}

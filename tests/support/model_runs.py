@@ -1,6 +1,6 @@
 """What a patched model is compared in: outputs, gradients, and the row of docs/models.md."""
 
-import contextlib
+import functools
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from adaptiveload_hf import UserError, patch_model
 from adaptiveload_hf.adaln.forwards import rewritten_behind
 
-from .model_configs import CASES, NO_TINY_CASE, tiny_case
+from .model_configs import CASES, tiny_case
 
 RELEASE = "0.42.1"  # of diffusers, that the table and the digests of tested sources are for
 TABLE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -24,7 +24,8 @@ adaptive layer norms: sites fused of sites found, over all blocks of that config
 counts as norm and pair). A test compares each with its
 unpatched self, outputs and all gradients, and checks that this table is up to date. It is written by
 `PYTHONPATH=tests python -m support.model_runs`. Where one modulation is missing and nothing is said, it is the output
-norm in the model's top-level forward, which is never rewritten.
+norm in the model's top-level forward, which is never rewritten. A site that is not fused may stand in a branch that
+never runs in that model: what `BasicTransformerBlock` does depends on its `norm_type`.
 
 """
 
@@ -60,17 +61,24 @@ def cast_inputs(inputs: dict, dtype: torch.dtype) -> dict:
     }
 
 
-def owners_with_sites() -> dict[str, str]:
-    """Class, without `diffusers.models.`, and digest of its forward, of all that is rewritten in any case."""
+@functools.cache
+def patched_cases() -> dict[str, tuple[list[dict] | str, dict[str, str]]]:
+    """Of every case: the classes of its report, or why nothing was patched; and {class: digest of its forward}."""
     found = {}
     for name in CASES:
         model = tiny_case(name)[0]
-        with contextlib.suppress(UserError):
-            patch_model(model)
+        try:
+            classes = patch_model(model).to_dict()["classes"]
+        except UserError as error:
+            classes = str(error).partition(" (")[2].partition(" in ")[0]
         forwards = (rewritten_behind(getattr(vars(m).get("forward"), "__func__", None)) for m in model.modules())
-        rewritten = [forward for forward in forwards if forward is not None]
-        found |= {f.name.removeprefix("diffusers.models."): f.digest for f in rewritten}
+        found[name] = classes, {f.name.removeprefix("diffusers.models."): f.digest for f in forwards if f is not None}
     return found
+
+
+def owners_with_sites() -> dict[str, str]:
+    """Class, without `diffusers.models.`, and digest of its forward, of all that is rewritten in any case."""
+    return {name: digest for _, digests in patched_cases().values() for name, digest in digests.items()}
 
 
 def table() -> str:
@@ -86,10 +94,9 @@ def _line(cells: Sequence[str]) -> str:
 def _rows() -> list[tuple[str, ...]]:
     rows = []
     for name, (class_name, _, _) in CASES.items():
-        try:
-            classes = patch_model(tiny_case(name)[0]).to_dict()["classes"]
-        except UserError as error:
-            rows.append((name, class_name, *["0/0"] * len(_KINDS), str(error).partition(" (")[2].partition(" in ")[0]))
+        classes = patched_cases()[name][0]
+        if isinstance(classes, str):
+            rows.append((name, class_name, *["0/0"] * len(_KINDS), classes))
             continue
         counts = [
             f"{sum(row[f'{kind}_fused'] for row in classes)}/{sum(row[f'{kind}_found'] for row in classes)}"
@@ -98,7 +105,7 @@ def _rows() -> list[tuple[str, ...]]:
         reasons = [f"{row['class'].rpartition('.')[2]}: {reason}" for row in classes for reason in row["left_eager"]]
         reasons = [reason for reason in reasons if not reason.startswith(f"{class_name}: a model's top-level forward")]
         rows.append((name, class_name, *counts, "<br>".join(dict.fromkeys(reasons))))
-    return rows + [("", name, *[""] * len(_KINDS), reason) for name, reason in sorted(NO_TINY_CASE.items())]
+    return rows
 
 
 if __name__ == "__main__":

@@ -26,6 +26,20 @@ class DtypeReboundBetween(OddBlock):
         return normed * (1 + scale) + shift + other
 
 
+class ShiftAlone(OddBlock):
+    fused = 1
+
+    def forward(self, x, scale, shift, gate):
+        return gate + (self.norm(x) + shift)
+
+
+class ShiftWithAnEffect(OddBlock):
+    reason = "self.relu(shift * 1) may have an effect"
+
+    def forward(self, x, scale, shift, gate):
+        return self.norm(x) + self.relu(shift * 1)
+
+
 class RowsOfNorm(OddBlock):
     fused = 2
 

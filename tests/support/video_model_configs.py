@@ -1,5 +1,7 @@
 """A tiny configuration of each other video and audio transformer of diffusers (see `model_configs`)."""
 
+import importlib
+
 import torch
 
 from .model_inputs import steps, tokens
@@ -96,6 +98,21 @@ def _kandinsky():
     return {**states, "pooled_projections": randn(1, 8), "timestep": steps(1), **places}
 
 
+def _refiner():
+    angles = randn(2, 32, 8).repeat_interleave(2, -1)
+    states = {"hidden_states": randn(2, 32, 4), "encoder_hidden_states": randn(2, 6, 16), "timestep": steps(2, 32)}
+    return {**states, "video_rotary_emb": (angles.cos(), angles.sin())}
+
+
+def _animate2():
+    # The pass over the reference. The other needs FlexAttention, and runs the same blocks.
+    cache = importlib.import_module("diffusers.models.transformers.transformer_wan_animate_2").WanAnimate2KVCache(2)
+    latents = {name: [randn(4, 2, 4, 4) for _ in "12"] for name in ("hidden_states", "condition_latents")}
+    text = {"encoder_hidden_states": [randn(5, 16) for _ in "12"], "encoder_hidden_states_image": randn(2, 3, 1280)}
+    grid = {"offset_grid_sizes": torch.tensor([[2, 2, 2]] * 2), "seq_len": 8}
+    return {**latents, **text, **grid, "timestep": steps(), "kv_cache": cache, "kv_cache_mode": "extract"}
+
+
 VIDEO_CASES = {
     "ACE-Step": (
         "AceStepTransformer1DModel",
@@ -176,7 +193,10 @@ VIDEO_CASES = {
     "Kandinsky 6": (
         "Kandinsky6Transformer3DModel",
         _KANDINSKY,
-        lambda: {name: value for name, value in _kandinsky().items() if not name.endswith("rope_pos")},
+        lambda: (
+            {name: value for name, value in _kandinsky().items() if not name.endswith("rope_pos")}
+            | {"audio_hidden_states": randn(1, 6, 20)}
+        ),
     ),
     "LongCat-Audio": (
         "LongCatAudioDiTTransformer",
@@ -244,5 +264,46 @@ VIDEO_CASES = {
             {"hidden_states": randn(2, 8, 16), "encoder_hidden_states": randn(2, 4, 16), "timestep": steps() / 1024}
             | {"global_hidden_states": randn(2, 12)}
         ),
+    ),
+    "AnyFlow FAR": (
+        "AnyFlowFARTransformer3DModel",
+        _WAN
+        | {"cross_attn_norm": True, "gate_value": 0.25, "deltatime_type": "r", "num_attention_heads": 1}
+        | {"attention_head_dim": 24},
+        lambda: _frames_first() | {"chunk_partition": (1, 1)},
+    ),
+    "Cosmos ControlNet": (
+        "CosmosControlNetModel",
+        {"n_controlnet_blocks": 2, "in_channels": 7, "latent_channels": 6, "model_channels": 24}
+        | {"num_attention_heads": 2, "attention_head_dim": 12, "mlp_ratio": 2, "text_embed_dim": 16}
+        | {"adaln_lora_dim": 4, "max_size": (4, 16, 16), "extra_pos_embed_type": "learnable"},
+        lambda: (
+            {"controls_latents": randn(2, 4, 2, 8, 8), "latents": randn(2, 4, 2, 8, 8), "timestep": steps()}
+            | {"encoder_hidden_states": randn(2, 6, 16), "condition_mask": torch.ones(2, 1, 2, 8, 8), "fps": 30}
+            | {"padding_mask": torch.ones(1, 1, 8, 8)}
+        ),
+    ),
+    "Kandinsky 6 SR": (
+        "Kandinsky6SRTransformer3DModel",
+        {"in_visual_dim": 4, "out_visual_dim": 4, "time_dim": 16, "model_dim": 32, "ff_dim": 32}
+        | {"num_visual_blocks": 1, "axes_dims": (4, 6, 6), "patch_size": (1, 2, 2)},
+        lambda: {"hidden_states": randn(2, 1, 16, 16, 9), "timestep": steps()},
+    ),
+    "Sana WM": (
+        "SanaWMTransformer3DModel",
+        {"in_channels": 4, "num_layers": 2, "hidden_size": 48, "num_attention_heads": 2, "softmax_every_n": 2}
+        | {"linear_head_dim": 24, "chunk_plucker_channels": 6, "chunk_plucker_post_attn_blocks": 2}
+        | {"caption_channels": 16},
+        lambda: (
+            {"hidden_states": randn(2, 4, 2, 4, 4), "timestep": steps(2, 1, 2), "mask": torch.ones(2, 6)}
+            | {"encoder_hidden_states": randn(2, 1, 6, 16), "chunk_plucker": randn(2, 6, 2, 4, 4)}
+        ),
+    ),
+    "Sana WM refiner": ("SanaWMLTX2RefinerTransformer3DModel", _LTX2, _refiner),
+    "Wan Animate 2": (
+        "WanAnimate2Transformer3DModel",
+        {"in_dim": 8, "dim": 24, "ffn_dim": 32, "freq_dim": 32, "text_dim": 16, "out_dim": 4, "num_heads": 2}
+        | {"num_layers": 2, "text_len": 6},
+        _animate2,
     ),
 }
