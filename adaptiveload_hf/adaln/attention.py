@@ -191,7 +191,9 @@ def op_of(module: nn.Module) -> str | None:
     if isinstance(default, type) and _digest(default.__call__) in TESTED_PROCESSORS:
         return "rms_norm_rope"
     processor = getattr(module, "processor", None)
-    joint = type(processor) is JointAttnProcessor2_0 and _digest(JointAttnProcessor2_0.__call__) in TESTED_JOINT_PROCESSORS
+    joint = (
+        type(processor) is JointAttnProcessor2_0 and _digest(JointAttnProcessor2_0.__call__) in TESTED_JOINT_PROCESSORS
+    )
     return "rms_norm_modulate" if joint or type(processor) is AdaptiveLoadJointAttnProcessor else None
 
 

@@ -38,14 +38,15 @@ class Mixed(nn.Module):
 
 def test_the_printed_report_is_a_sentence_and_a_table_without_empty_columns():
     lines = str(patch_model(tiny_model("sd35"))).splitlines()
-    assert lines[0] == "Fused: 15 of 15 modulations, 15 of 15 gates, 9 of 9 pairs."
+    assert lines[0] == "Fused: 15 of 15 modulations, 15 of 15 gates, 9 of 9 pairs, 5 of 5 attention processors."
     cells = [[cell.strip() for cell in line.split("|")] for line in lines if "|" in line]
     assert cells == [
-        ["class", "instances", "modulations", "gates", "pairs", "how"],
-        ["JointTransformerBlock", "3", "6/6", "15/15", "9/9", "rewritten (tested source)"],
-        ["SD35AdaLayerNormZeroX", "2", "4/4", "", "", "rewritten (tested source)"],
-        ["AdaLayerNormZero", "3", "3/3", "", "", "rewritten (tested source)"],
-        ["AdaLayerNormContinuous", "2", "2/2", "", "", "rewritten (tested source)"],
+        ["class", "instances", "modulations", "gates", "pairs", "attention", "how"],
+        ["JointTransformerBlock", "3", "6/6", "15/15", "9/9", "", "rewritten (tested source)"],
+        ["SD35AdaLayerNormZeroX", "2", "4/4", "", "", "", "rewritten (tested source)"],
+        ["AdaLayerNormZero", "3", "3/3", "", "", "", "rewritten (tested source)"],
+        ["Attention", "5", "", "", "", "5/5", "processor wrapped"],
+        ["AdaLayerNormContinuous", "2", "2/2", "", "", "", "rewritten (tested source)"],
     ]
 
 
