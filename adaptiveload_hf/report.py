@@ -160,9 +160,13 @@ def _before_and_after(config, shape_counts, ranks, options):
     buckets = np.repeat(np.arange(len(plan.buckets)), [bucket.count for bucket in plan.buckets])
     cost = config.cost_model
     sizes = "the batch sizes in use" if own else "equal tokens in each batch"
+    titles = (
+        f"Before: {sizes}, dealt at random",
+        f"After: {'the same' if own else 'planned'} batch sizes, dealt by cost",
+    )
     return plan, {
-        f"Before: {sizes}, dealt at random": schedule_epoch(buckets, before, cost, balance="none", **ranks),
-        "After: planned batch sizes, dealt by cost": schedule_epoch(buckets, plan, cost, balance="auto", **ranks),
+        titles[0]: schedule_epoch(buckets, before, cost, balance="none", **ranks),
+        titles[1]: schedule_epoch(buckets, plan, cost, balance="auto", **ranks),
     }
 
 
@@ -196,7 +200,7 @@ def _facts(before, after, unit):
 def _amount(cost, unit):
     """2 h 5 min, or the number with its unit."""
     if unit != "seconds":
-        return f"{cost:.3g}"
+        return f"{cost:,.0f}" if cost >= 100 else f"{cost:.3g}"
     if cost < 100:
         return f"{cost:.3g} s"
     minutes = round(cost / 60)
@@ -231,7 +235,8 @@ def _plan(picture, plan, config, memory_limit_gib, unit, vae_scale):
     if memory_limit_gib is None and config.memory_model is not None:
         memory_limit_gib, _ = memory_limit(config.environment)
     limits = "time and memory" if plan.buckets[0].gib is not None else "time"
-    yield (f"<p>B grows until {limits} of the micro-batch would pass a limit. The dark bar is what stopped it.</p>")
+    words = f"B grows until {limits} of the micro-batch would pass a limit. The dark bar is what stopped it."
+    yield f"<p>{'These batch sizes are in use already.' if plan.policy == 'fixed' else words}</p>"
     yield picture("buckets", buckets_png(plan, unit, memory_limit_gib), "time and memory of each bucket's micro-batch")
     header = ("shape (latent)", "pixels", "tokens S", "samples", "batch size B", unit, "GiB", "limited by")
     rows = [
