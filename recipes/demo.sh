@@ -22,6 +22,8 @@ python recipes/prepare_dataset.py --instance_data_root "$data" --output_dir "$ou
     --max_sequence_length 160 \
     --video_resolution_buckets 1x96x96 1x96x160 1x160x96 9x96x160 17x96x96 17x96x160 33x96x160
 
+adaptiveload scan "$out/prepared"
+
 say "3/5 time training steps on the live FSDP2 model, fit, plan, simulate"
 $launch recipes/benchmark_shapes.py --pretrained_model_name_or_path "$out/tiny_wan" --dataset "$out/prepared" \
     --output_dir "$out/config" --gradient_accumulation_steps 2 --max_points 9
