@@ -134,7 +134,7 @@ def train(accelerator, args):
     if prompts is not None:
         channels = transformer_config["out_channels"]
         validators.append(make_validation_videos(accelerator, args, predict, flow, channels, prompts))
-    if not run_steps(accelerator, args, loader, scheduler, run, total_steps, validators):
+    if not run_steps(accelerator, args, model, loader, scheduler, run, total_steps, validators):
         return  # asked to stop; a checkpoint says where
     if args.rank is not None:
         save_lora(accelerator, model, PIPELINE_CLASS, output_dir)

@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -14,15 +13,16 @@ from data_setup import parse_batch_sizes
 from stopping import out_of_memory, resume_command, stop_requests
 from tqdm.auto import tqdm
 
-from adaptiveload_hf import UserError
+from adaptiveload_hf import TrainingMonitor, UserError
 from adaptiveload_hf.benchmark import append_line
 
 
-def run_steps(accelerator: Accelerator, args, loader, scheduler, run, total_steps: int, validators=()) -> bool:
+def run_steps(accelerator: Accelerator, args, model, loader, scheduler, run, total_steps: int, validators=()) -> bool:
     """The loop: micro-steps, and at every K-th the step's line in metrics.jsonl and perhaps a checkpoint.
 
     Args:
         args: of `add_run_arguments` and `add_validation_arguments`, and `output_dir`.
+        model: as `accelerator.prepare` returned it.
         loader: BucketDataLoader.
         run: (batch) -> what `run_micro_step` returns.
         total_steps: optimizer steps of the whole run.
@@ -38,20 +38,19 @@ def run_steps(accelerator: Accelerator, args, loader, scheduler, run, total_step
     step, skipped = loader.global_step, 0
     bar = tqdm(total=total_steps, initial=step, desc="training", disable=not accelerator.is_main_process)
     with stop_requests(output_dir) as stop_wanted, bar:
-        record, done = StepRecord(), []
+        monitor, done = TrainingMonitor(accelerator, model, loader), []
         while step < total_steps:
-            for batch in loader:
-                record.data_arrived()
+            for batch in monitor:
                 try:
                     loss, grad_norm = run(batch)
                 except torch.OutOfMemoryError:
                     raise _out_of_memory(accelerator, loader, batch, args) from None
-                record.micro_step_done(loss, batch["micro_step"])
                 done.append((loss, batch["sample_index"].tolist()))
-                if not accelerator.sync_gradients:
+                measured = monitor.micro_step_done(loss, flag=stop_wanted())
+                if measured is None:
                     continue
                 step += 1
-                loss, stop = _agree(accelerator, record, stop_wanted())
+                loss, stop = measured["loss"], measured.pop("flag")
                 # With float16 an infinite gradient is how the scaler finds its scale; there the loss decides.
                 if not math.isfinite(grad_norm if accelerator.scaler is None else loss):
                     skipped += 1
@@ -59,22 +58,22 @@ def run_steps(accelerator: Accelerator, args, loader, scheduler, run, total_step
                 metrics = {
                     "step": step,
                     "epoch": loader.epoch,
+                    **measured,
                     "loss": _number(loss),
                     "learning_rate": scheduler.get_last_lr()[0],
                     "grad_norm": _number(grad_norm),
                     "skipped_steps": skipped,
-                    **record.describe(loader),
                 }
                 last = stop or step == total_steps
                 if step % args.validation_steps == 0 or step == total_steps:
                     for validate in validators:
                         metrics |= validate(step)
-                _write(accelerator, output_dir, metrics, bar)
+                _write(accelerator, output_dir, metrics, monitor.status_line(measured), bar)
                 if step % args.checkpointing_steps == 0 or last:
                     save_checkpoint(accelerator, output_dir, step, args.checkpoints_total_limit)
                 if last:
                     break
-                record, done = StepRecord(), []
+                done = []
             if stop:
                 break
     if step < total_steps and accelerator.is_main_process:
@@ -112,63 +111,6 @@ def run_micro_step(accelerator: Accelerator, model, optimizer, scheduler, losses
     return loss.detach(), grad_norm
 
 
-class StepRecord:
-    """What one optimizer step took and held; starts with the wait for its first batch."""
-
-    def __init__(self):
-        self.start = self.waiting_since = time.perf_counter()
-        self.data_wait_seconds = 0.0
-        self.losses: list[torch.Tensor] = []
-        self.micro_steps: list[int] = []
-
-    def data_arrived(self):
-        self.data_wait_seconds += time.perf_counter() - self.waiting_since
-
-    def micro_step_done(self, loss: torch.Tensor, micro_step: int):
-        self.losses.append(loss)
-        self.micro_steps.append(micro_step)
-        self.waiting_since = time.perf_counter()
-
-    def describe(self, loader) -> dict:
-        """Counts over all ranks, from the schedule, without asking them; seconds are this rank's."""
-        seconds = time.perf_counter() - self.start
-        schedule, world_size = loader.schedule, loader.schedule.world_size
-        micro_batches = [range(step * world_size, (step + 1) * world_size) for step in self.micro_steps]
-        flat = [j for ranks in micro_batches for j in ranks]
-        sizes = schedule.sizes[flat] * (schedule.loss_weight[flat] > 0)  # weight 0 marks padding
-        samples, tokens = int(sizes.sum()), int((sizes * schedule.tokens[flat]).sum())
-        cost = schedule.cost[flat].reshape(-1, world_size)
-        return {
-            "seconds": seconds,
-            "samples": samples,
-            "tokens": tokens,
-            "samples_per_second": samples / seconds,
-            "tokens_per_second": tokens / seconds,
-            "balance_efficiency": float(cost.mean(1).sum() / cost.max(1).sum()),
-            "data_wait_seconds": self.data_wait_seconds,
-            "micro_batches": [
-                [
-                    {
-                        "shape": str(loader.plan.buckets[schedule.bucket[j]].shape),
-                        "batch_size": int(schedule.sizes[j]),
-                    }
-                    for j in ranks
-                ]
-                for ranks in micro_batches
-            ],
-        }
-
-
-def _agree(accelerator: Accelerator, record: StepRecord, stop: bool) -> tuple[float, bool]:
-    """The optimizer step's loss, and whether any rank was asked to stop; one reduction for both.
-
-    Reading the numbers waits for the step to end, so it comes before the clock is read.
-    """
-    mine = torch.stack(record.losses).mean()
-    loss, asked = accelerator.reduce(torch.stack([mine, torch.full_like(mine, float(stop))]), "mean").tolist()
-    return loss, asked > 0
-
-
 def _skip(accelerator: Accelerator, loader, done: list[tuple], step: int, skipped: int, most: int) -> None:
     """Names the samples behind a gradient that is not finite; ends the run at the `most`-th such step.
 
@@ -201,24 +143,17 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _write(accelerator: Accelerator, output_dir: Path, metrics: dict, bar) -> None:
+def _write(accelerator: Accelerator, output_dir: Path, metrics: dict, status: str, bar) -> None:
     """The step's line, in metrics.jsonl, in the tracker and beside the progress bar."""
     numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
     by_shape = metrics.get("validation_loss_by_shape", {})
     accelerator.log(numbers | {f"validation_loss/{name}": loss for name, loss in by_shape.items()}, metrics["step"])
     if accelerator.is_main_process:
         append_line(output_dir / "metrics.jsonl", json.dumps(metrics))
-        bar.set_postfix_str(status_line(metrics, accelerator.num_processes))
+        bar.set_postfix_str(status)
+        for finding in metrics["findings"]:
+            say(finding)
     bar.update()
-
-
-def status_line(metrics: dict, world_size: int) -> str:
-    loss = "not finite" if metrics["loss"] is None else f"{metrics['loss']:.4f}"
-    return (
-        f"loss {loss} | {metrics['seconds']:.2f} s | {metrics['samples_per_second']:.2f} samples/s | "
-        f"{metrics['tokens_per_second'] / world_size:.0f} tokens/s/rank | "
-        f"balance {metrics['balance_efficiency']:.3f} | data wait {metrics['data_wait_seconds']:.3f} s"
-    )
 
 
 def say(text: str) -> None:
