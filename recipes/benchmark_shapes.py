@@ -142,14 +142,12 @@ def benchmark(accelerator, args, dataset, counts, output_dir: Path, max_points: 
         return config
 
     config = plan_from(measurements)
-    largest = largest_planned(config)
-    known = max(m.batch_size * m.tokens for m in measurements if not m.oom)
-    predicted = float(config.cost_model.seconds(largest.batch_size, largest.tokens))
-    steps = 3 * args.gradient_accumulation_steps
-    if largest.all_tokens > known and steps * predicted <= LONGEST_CHECK_SECONDS:
+    # Ranks on unlike GPUs would plan apart, and each wait for the others at a point of its own.
+    largest = broadcast_object_list([unmeasured_largest(config, args.gradient_accumulation_steps)])[0]
+    if largest is not None:
         measurements = measure_steps(accelerator, run_step, [largest], output_path=path)
         if accelerator.is_main_process:
-            say_check(config, largest, measurements[-1])
+            say_check(config, largest, measurements)
         config = plan_from(measurements)
     if accelerator.is_main_process:
         config.save_pretrained(output_dir)
@@ -247,23 +245,27 @@ def keep_one_setup(output_dir: Path, setup: dict):
     path.write_text(json.dumps(setup, indent=2) + "\n")
 
 
-def largest_planned(config: BucketConfig) -> Point:
-    """The micro-batch of the plan with the most tokens."""
+def unmeasured_largest(config: BucketConfig, gradient_accumulation_steps: int) -> Point | None:
+    """The plan's micro-batch with the most tokens, if none as large was measured and its steps are not too long."""
     bucket = max(config.example_plan.buckets, key=lambda bucket: bucket.batch_size * bucket.tokens)
-    return Point(bucket.shape, bucket.tokens, bucket.batch_size)
+    point = Point(bucket.shape, bucket.tokens, bucket.batch_size)
+    known = max(m.batch_size * m.tokens for m in config.measurements if not m.oom)
+    too_long = 3 * gradient_accumulation_steps * bucket.seconds > LONGEST_CHECK_SECONDS
+    return None if point.all_tokens <= known or too_long else point
 
 
-def say_check(config: BucketConfig, point: Point, measured):
+def say_check(config: BucketConfig, point: Point, measurements: list):
     """How well seconds and memory of the largest planned micro-batch were predicted before it was measured."""
     name = f"largest planned micro-batch, {point.shape} at batch size {point.batch_size}"
-    if measured.oom:
-        print(f"{name}: did not fit, and is planned smaller", file=sys.stderr)
+    measured = [m for m in measurements if (m.shape, m.batch_size) == (str(point.shape), point.batch_size)]
+    if not measured or measured[0].oom:
+        print(f"{name}: does not fit, and is planned smaller", file=sys.stderr)
         return
-    seconds = float(config.cost_model.seconds(point.batch_size, point.tokens))
-    words = f"{name}: {measured.seconds:.3g} s ({seconds:.3g} predicted)"
+    words = f"{name}: {measured[0].seconds:.3g} s"
+    words += f" ({float(config.cost_model.seconds(point.batch_size, point.tokens)):.3g} predicted)"
     if config.memory_model is not None:
         gib = float(config.memory_model.gib(point.batch_size, point.tokens))
-        words += f", {measured.peak_gib:.2f} GiB ({gib:.2f} predicted)"
+        words += f", {measured[0].peak_gib:.2f} GiB ({gib:.2f} predicted)"
     print(words, file=sys.stderr)
 
 

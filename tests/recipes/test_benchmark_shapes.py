@@ -7,6 +7,7 @@ import sys
 import benchmark_shapes
 import pytest
 from support.accelerators import fresh_accelerate
+from support.hub_server import WRITE_TOKEN, visited_hub
 from support.launch import ROOT, launch
 from support.prepared import save_prepared
 
@@ -71,8 +72,14 @@ def test_one_command_measures_the_sharded_step_fits_plans_simulates_and_writes(o
     assert "recipes/train_wan.py" in done.stderr.strip().splitlines()[-1]
 
 
-def test_what_was_measured_before_is_kept_but_never_mixed_with_another_setup(
-    tiny_pipeline, dataset, tmp_path, monkeypatch
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    with visited_hub(monkeypatch, tmp_path / "hub") as hub:
+        yield hub
+
+
+def test_what_was_measured_before_is_kept_and_pushed_but_never_mixed_with_another_setup(
+    tiny_pipeline, dataset, tmp_path, monkeypatch, hub
 ):
     for point in choose_points([LatentShape.parse(shape) for shape in COUNTS], TokenGeometry(), max_points=6):
         seconds = 0.05 + 5e-3 * point.all_tokens
@@ -86,7 +93,10 @@ def test_what_was_measured_before_is_kept_but_never_mixed_with_another_setup(
         with fresh_accelerate(ACCELERATE_USE_CPU="true"):
             benchmark_shapes.main()
 
-    benchmark()
+    benchmark("--push_to_hub", "--hub_model_id", "someone/wan-costs", "--hub_token", WRITE_TOKEN)
+    pushed = hub.files("someone/wan-costs")
+    assert pushed["measurements.jsonl"].decode() == before
+    assert {"bucket_config.json", "README.md"} <= set(pushed)
     assert (tmp_path / "measurements.jsonl").read_text() == before, "nothing was left to measure"
     assert BucketConfig.from_pretrained(tmp_path).cost_model.seconds(1, 4) == pytest.approx(0.07, rel=0.1)
     with pytest.raises(UserError, match=r"another set-up:\n  environment.patched: True there, False now"):
