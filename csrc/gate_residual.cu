@@ -1,30 +1,29 @@
 // out = x + y * factor with factor = gate + gate_table (1 without both), and its gradients
 //   dy = grad * factor, dgate = sum grad * y over the rows of a segment; that of x is grad itself.
 //
-// Nothing is summed over a row, so a block owns some columns, R rows at a time, the factor in registers: 6 bytes an
-// element in 16-bit types forward, and 6 backward (4 without dgate), where it walks down the rows of a segment. The
-// sums over rows stay in registers and end as one partial sum per block, which column_sums.cu adds in a fixed order.
+// Nothing is summed over a row. Forward, a block owns some columns of R rows, the factor in registers: 6 bytes an
+// element in 16-bit types. Backward (6, and 4 without dgate), groups of threads walk down whole rows, which reach them
+// ahead of time through shared memory. The sums over rows stay in registers and end as one partial sum per block, which
+// column_sums.cu adds in a fixed order.
 // The *_any kernels take one row at a time: any dtypes and alignment, and a gate row per token.
 #include <initializer_list>
 
 #include "column_sums.cuh"
+#include "feed.cuh"
 #include "launch.cuh"
 #include "modulation.cuh"
-#include "rows.cuh"
 
 namespace adaptiveload {
 namespace {
 
 // The best of some 60 combinations on an H200. Forward, small blocks of few rows each come and go, as in a plain
-// elementwise kernel, and keep memory busiest. Backward, each block ends with a partial sum, so there are only as many
-// as it takes.
+// elementwise kernel, and keep memory busiest. Backward, each block ends with a partial sum, so there is one a
+// multiprocessor.
 constexpr int kForwardThreads = 192;
 constexpr int kForwardRows = 2;
-constexpr int kBackwardThreads = 384;
-
-// Rows of a turn: enough loads in flight, and no more registers than there are.
-template <typename T>
-constexpr int kBackwardRows = sizeof(T) == 4 ? 2 : 4;
+constexpr int kBackwardThreads = 768;  // and those that feed them
+constexpr int kBackwardStages = 3;     // rows of a group under way
+constexpr int kAnyThreads = 384;
 
 // Blocks lie side by side over the columns, then over the chunks of a segment.
 struct Grid {
@@ -47,7 +46,12 @@ Grid forward_grid(const Shape& shape) {
   return grid;
 }
 // Shapes alone decide, so that the workspace and every kernel agree.
-Grid backward_grid(const Shape& shape) { return grid_of(shape, kBackwardThreads, 1, 8); }
+Grid any_backward_grid(const Shape& shape) { return grid_of(shape, kAnyThreads, 1, 8); }
+Pipeline backward_pipeline(const Shape& shape) {
+  const int threads = threads_for(shape.width);
+  return {std::clamp(kBackwardThreads / threads, 1, kMostGroups), threads, kBackwardStages};
+}
+Segments backward_segments(const Shape& shape) { return cut(shape, 1, backward_pipeline(shape).groups); }
 
 // Hides a value's origin: the compiler would otherwise keep the addresses of all columns over all rows, and spill.
 __device__ __forceinline__ int opaque(int value) {
@@ -109,54 +113,57 @@ __global__ void __launch_bounds__(kForwardThreads) forward_any(const GateForward
 }
 
 template <typename T, bool SUMS>
-__global__ void __launch_bounds__(kBackwardThreads, 2) backward_rows(const GateBackward p, const Segments segments,
-                                                             const int column_blocks) {
-  constexpr int R = kBackwardRows<T>;
-  const Place at(segments, blockIdx.x / column_blocks, p.shape.rows);
-  const int first_column = blockIdx.x % column_blocks * blockDim.x * kPack;
-  const int width = static_cast<int>(p.shape.width), column = column_of<Access::pieces>(first_column, 0);
-  wait_for_previous_kernel();
-  if (column >= width) return;
-  float factor[kPack], sum[kPack] = {};
-  load_factor<Access::neighbours>(p, at.batch, at.modulation_row, first_column, factor);
-  const T* const grad_rows = row_of<const T>(p.grad, at.batch, at.first) + column;
-  const T* const y_rows = SUMS ? row_of<const T>(p.y, at.batch, at.first) + column : nullptr;
-  T* const dy_rows = p.dy.data == nullptr ? nullptr : row_of<T>(p.dy, at.batch, at.first) + column;
+__global__ void __launch_bounds__(kBackwardThreads + kFeeders, 1)
+    backward_rows(const GateBackward p, const Segments segments, const Pipeline pipeline) {
+  using RowFeed = Feed<T, SUMS ? 2 : 1, 1>;  // grad, y
+  extern __shared__ __align__(128) unsigned char memory[];
+  __shared__ typename RowFeed::Signals signals;
+  const int width = static_cast<int>(p.shape.width), groups = pipeline.groups;
+  const Place at(segments, blockIdx.x, p.shape.rows);
+  const Group group(pipeline.threads);
+  RowFeed feed = {memory, signals, groups, pipeline.stages, width, group, Runs(segments, groups, at.chunk, nullptr)};
+  const T* const grad_rows = row_of<const T>(p.grad, at.batch, at.first);
+  const T* const y_rows = SUMS ? row_of<const T>(p.y, at.batch, at.first) : nullptr;
+  const auto fetch = [&](int row, int stage, int index) {
+    feed.open(stage, index, SUMS ? 2 : 1);
+    feed.copy(stage, index, 0, grad_rows + row * p.grad.row_stride);
+    if (SUMS) feed.copy(stage, index, 1, y_rows + row * p.y.row_stride);
+  };
 
-  for (int row = at.chunk * R; row < segments.tokens; row += segments.chunks * R) {
-    Pack<T> grad_packs[R], y_packs[R];
+  feed.start();
+  wait_for_previous_kernel();
+  if (feed.only_feeds()) return feed.feed_all(fetch);
+  feed.begin(fetch);
+  const int column = feed.column(0);
+  const bool mine = static_cast<int>(group.thread) * kPack < width;
+  T* const dy_rows = p.dy.data == nullptr || !mine ? nullptr : row_of<T>(p.dy, at.batch, at.first) + column;
+  float factor[kPack], sums[1][kPack] = {};
+  load_factor<Access::either>(p, at.batch, at.modulation_row, group.first_column(), factor);
+
+  for (int row; (row = feed.wait()) < segments.tokens;) {
+    Pack<T> grad_pack = feed.read(0, 0), y_pack = {};
+    if (SUMS) y_pack = feed.read(1, 0);
+    group.wait();
+    feed.leave(fetch);
+    float grad[kPack], y[kPack];
+    grad_pack.read(grad);
+    y_pack.read(y);
 #pragma unroll
-    for (int r = 0; r < R; ++r) {
-      if (row + r >= segments.tokens) break;
-      grad_packs[r] = load_pack(grad_rows + (row + r) * p.grad.row_stride);
-      if (SUMS) y_packs[r] = load_pack(y_rows + (row + r) * p.y.row_stride);
+    for (int i = 0; i < kPack; ++i) {
+      if (SUMS) sums[0][i] += grad[i] * y[i];
+      grad[i] *= factor[i];
     }
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      if (row + r >= segments.tokens) break;
-      float grad[kPack], y[kPack];
-      grad_packs[r].read(grad);
-      if (SUMS) {
-        y_packs[r].read(y);
-#pragma unroll
-        for (int i = 0; i < kPack; ++i) sum[i] += grad[i] * y[i];
-      }
-      if (dy_rows == nullptr) continue;
-#pragma unroll
-      for (int i = 0; i < kPack; ++i) grad[i] *= factor[i];
-      store_pack(dy_rows + (row + r) * p.dy.row_stride, grad);
-    }
+    if (dy_rows != nullptr) store_pack(dy_rows + row * p.dy.row_stride, grad);
   }
   let_next_kernel_start();
-  if (SUMS) {
-    float* const partial = p.partials + static_cast<int64_t>(blockIdx.x / column_blocks) * width;
-#pragma unroll
-    for (int i = 0; i < kPack; ++i) partial[column + i] = sum[i];
-  }
+
+  if (!SUMS) return;
+  if (groups > 1) add_groups(sums, reinterpret_cast<float*>(memory), group, groups);
+  if (group.index == 0 && mine) store_pack(p.partials + static_cast<int64_t>(blockIdx.x) * width + column, sums[0]);
 }
 
 template <Access A>
-__global__ void __launch_bounds__(kBackwardThreads) backward_any(const GateBackward p, const Segments segments,
+__global__ void __launch_bounds__(kAnyThreads) backward_any(const GateBackward p, const Segments segments,
                                                          const int column_blocks, const bool per_token,
                                                          const bool sums) {
   const Place at(segments, blockIdx.x / column_blocks, per_token ? 1 : p.shape.rows);
@@ -196,19 +203,49 @@ template <typename T>
 cudaError_t launch_rows(const GateForward& p, const Grid& grid, cudaStream_t stream) {
   return launch_early(forward_rows<T>, grid.blocks(), grid.threads, 0, stream, p, grid.segments, grid.column_blocks);
 }
+// false: the rows do not fit into the shared memory of this GPU, or are too wide.
+template <typename T, bool SUMS>
+bool launch_rows(const GateBackward& p, cudaStream_t stream, cudaError_t* error) {
+  Pipeline pipeline = backward_pipeline(p.shape);
+  const int64_t stage_bytes = Feed<T, SUMS ? 2 : 1, 1>::stage_bytes(pipeline.groups, p.shape.width);
+  pipeline.stages = stages_that_fit(stage_bytes, kBackwardStages, 1);
+  if (pipeline.stages == 0 || pipeline.threads > kBackwardThreads) return false;
+  const int threads = pipeline.groups * pipeline.threads;
+  const int64_t sums_bytes = SUMS ? int64_t{threads - pipeline.threads} * kPack * int64_t{sizeof(float)} : 0;
+  const int bytes = static_cast<int>(std::max(pipeline.stages * stage_bytes, sums_bytes));
+  const Segments segments = backward_segments(p.shape);
+  auto kernel = backward_rows<T, SUMS>;
+  *error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (*error != cudaSuccess) return true;
+  *error = launch_fed(kernel, static_cast<unsigned>(segments.blocks()), threads, kFeeders, true, bytes, stream, p,
+                      segments, pipeline);
+  return true;
+}
 template <typename T>
-cudaError_t launch_rows(const GateBackward& p, const Grid& grid, bool sums, cudaStream_t stream) {
-  auto kernel = sums ? backward_rows<T, true> : backward_rows<T, false>;
-  return launch_early(kernel, grid.blocks(), grid.threads, 0, stream, p, grid.segments, grid.column_blocks);
+bool launch_rows(const GateBackward& p, bool sums, cudaStream_t stream, cudaError_t* error) {
+  return sums ? launch_rows<T, true>(p, stream, error) : launch_rows<T, false>(p, stream, error);
 }
 
 bool all_aligned(const Shape& shape, std::initializer_list<Array> arrays) {
   return shape.width % kPack == 0 && std::all_of(arrays.begin(), arrays.end(), aligned);
 }
 
+// false: nothing was launched, since these arrays do not allow rows in 16-byte pieces, or as above.
+bool launch_rows(const GateBackward& p, bool sums, cudaStream_t stream, cudaError_t* error) {
+  const bool one_dtype = (p.dy.data == nullptr || p.dy.dtype == p.grad.dtype) && (!sums || p.y.dtype == p.grad.dtype);
+  if (row_per_token(p.shape) || !one_dtype || !all_aligned(p.shape, {p.grad, p.y, p.dy})) return false;
+  switch (p.grad.dtype) {
+    case Dtype::float32: return launch_rows<float>(p, sums, stream, error);
+    case Dtype::float16: return launch_rows<__half>(p, sums, stream, error);
+    default: return launch_rows<__nv_bfloat16>(p, sums, stream, error);
+  }
+}
+
 }  // namespace
 
-int64_t gate_backward_partials(const Shape& shape) { return backward_grid(shape).segments.blocks() * shape.width; }
+int64_t gate_backward_partials(const Shape& shape) {
+  return std::max(backward_segments(shape).blocks(), any_backward_grid(shape).segments.blocks()) * shape.width;
+}
 
 cudaError_t gate_residual_forward(const GateForward& p, cudaStream_t stream) {
   if (p.shape.batch * p.shape.tokens * p.shape.width == 0) return cudaSuccess;
@@ -229,33 +266,26 @@ cudaError_t gate_residual_forward(const GateForward& p, cudaStream_t stream) {
 }
 
 cudaError_t gate_residual_backward(const GateBackward& p, cudaStream_t stream) {
-  const Grid grid = backward_grid(p.shape);
   const bool per_token = row_per_token(p.shape);
   const bool sums = p.dgate_table != nullptr || (!per_token && p.dgate.data != nullptr);
   const bool empty = p.shape.batch * p.shape.tokens * p.shape.width == 0;
-  const bool one_dtype = (p.dy.data == nullptr || p.dy.dtype == p.grad.dtype) && (!sums || p.y.dtype == p.grad.dtype);
+  Segments segments = backward_segments(p.shape);
   cudaError_t error = cudaSuccess;
-  if (empty) {
-    // Nothing to read; the sums below become zeros.
-  } else if (!per_token && one_dtype && all_aligned(p.shape, {p.grad, p.y, p.dy})) {
-    switch (p.grad.dtype) {
-      case Dtype::float32: error = launch_rows<float>(p, grid, sums, stream); break;
-      case Dtype::float16: error = launch_rows<__half>(p, grid, sums, stream); break;
-      default: error = launch_rows<__nv_bfloat16>(p, grid, sums, stream);
-    }
-  } else {
+  if (!empty && !launch_rows(p, sums, stream, &error)) {
+    const Grid grid = any_backward_grid(p.shape);
     const bool pieces = all_aligned(p.shape, {p.grad, p.y, p.gate, p.gate_table, p.dy, p.dgate});
     auto kernel = pieces ? backward_any<Access::pieces> : backward_any<Access::strided>;
     kernel<<<grid.blocks(), grid.threads, 0, stream>>>(p, grid.segments, grid.column_blocks, per_token, sums);
+    segments = grid.segments;
     error = cudaGetLastError();
   }
   if (error != cudaSuccess || !sums) return error;
 
   ColumnSums totals = {};
   totals.partials = p.partials;
-  totals.segments = grid.segments.count;
+  totals.segments = segments.count;
   totals.rows = per_token ? 1 : p.shape.rows;
-  totals.chunks = empty ? 0 : grid.segments.chunks;
+  totals.chunks = empty ? 0 : segments.chunks;
   totals.width = static_cast<int>(p.shape.width);
   if (!per_token) totals.dgate = p.dgate;
   totals.dgate_table = p.dgate_table;

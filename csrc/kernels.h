@@ -40,6 +40,7 @@ struct LayerNormForward {
   Array x, scale, shift, weight, bias, scale_table, shift_table;
   Array y;
   float* stats;  // [batch, tokens, 2]: mean, 1 / standard deviation; without `mean` [batch, tokens]: 1 / root mean square
+  unsigned* tickets = nullptr;  // layer_norm_forward_tickets(...), null if that is 0
 };
 
 struct LayerNormBackward {
@@ -117,6 +118,7 @@ cudaError_t rms_norm_rope_backward(const RopeBackward& p, cudaStream_t stream);
 cudaError_t gate_residual_layer_norm_modulate_forward(const GatedNormForward& p, cudaStream_t stream);
 cudaError_t gate_residual_layer_norm_modulate_backward(const GatedNormBackward& p, cudaStream_t stream);
 
+int64_t layer_norm_forward_tickets(const Shape& shape);
 int64_t layer_norm_backward_partials(const Shape& shape);
 int64_t gate_backward_partials(const Shape& shape);
 int64_t gated_norm_backward_partials(const Shape& shape);

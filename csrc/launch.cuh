@@ -21,25 +21,34 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
-// Launches a kernel that begins with wait_for_previous_kernel(), on Hopper and later before the previous one has ended.
-// Code built for older GPUs does not wait, also where it runs on a newer one, and is launched as usual.
+// Launches a kernel that begins with wait_for_previous_kernel(), on Hopper and later before the previous one has ended,
+// and with `feeders` more threads a block (feed.cuh). Code built for older GPUs neither waits nor has feeders, also where
+// it runs on a newer one. Not `early`: behind something else than a kernel, a memset, say, which a graph cannot overlap.
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch_early(void (*kernel)(Parameters...), unsigned blocks, int threads, int shared_bytes,
-                         cudaStream_t stream, Arguments&&... arguments) {
+cudaError_t launch_fed(void (*kernel)(Parameters...), unsigned blocks, dim3 threads, unsigned feeders, bool early,
+                       int shared_bytes, cudaStream_t stream, Arguments&&... arguments) {
   cudaFuncAttributes attributes;
   const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+  const bool hopper = attributes.ptxVersion >= 90;
+  cudaLaunchAttribute overlap = {};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = blocks;
-  config.blockDim = static_cast<unsigned>(threads);
+  config.blockDim = threads;
+  if (hopper) config.blockDim.x += feeders;
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = attributes.ptxVersion >= 90 ? 1 : 0;
+  config.attrs = &overlap;
+  config.numAttrs = hopper && early ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+}
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_early(void (*kernel)(Parameters...), unsigned blocks, dim3 threads, int shared_bytes,
+                         cudaStream_t stream, Arguments&&... arguments) {
+  return launch_fed(kernel, blocks, threads, 0, true, shared_bytes, stream, std::forward<Arguments>(arguments)...);
 }
 
 }  // namespace adaptiveload

@@ -92,26 +92,30 @@ __global__ void __launch_bounds__(kMostAnyThreads)
   }
 }
 
-int row_threads(const Shape& shape) { return threads_for(shape.width); }
-int row_groups(const Shape& shape) { return std::clamp(kMostThreads / row_threads(shape), 1, kMostGroups); }
+Pipeline pipeline_of(const Shape& shape) {
+  const int threads = threads_for(shape.width);
+  const int most = row_per_token(shape) ? kMostThreads<true> : kMostThreads<false>;
+  return {std::clamp(most / threads, 1, kMostGroups), threads, kStages};
+}
 
 // Shapes alone decide, so that the workspace and every kernel agree. One block a multiprocessor.
-Segments segments_of(const Shape& shape) { return cut(shape, 1, row_groups(shape)); }
+Segments segments_of(const Shape& shape) { return cut(shape, 1, pipeline_of(shape).groups); }
 
-// false: the ring does not fit this GPU, or a row is too wide.
+// false: the rows do not fit into the shared memory of this GPU, or are too wide.
 template <typename T, bool MEAN, bool SUMS, bool TOKEN>
 bool launch_rows(const LayerNormBackward& p, const Segments& segments, cudaStream_t stream, cudaError_t* error) {
-  const int threads = row_threads(p.shape), groups = row_groups(p.shape);
-  const int64_t stage_bytes = groups * Ring<T, TOKEN ? 3 : 2, 1>::stage_bytes(p.shape.width);
-  const int stages = stages_that_fit(stage_bytes, kStages, 1);
-  if (stages == 0 || threads > kMostThreads) return false;
-  const int64_t sums_bytes = SUMS ? int64_t{groups - 1} * threads * 2 * kPack * static_cast<int>(sizeof(float)) : 0;
-  const int bytes = static_cast<int>(std::max(stages * stage_bytes, sums_bytes));
+  Pipeline pipeline = pipeline_of(p.shape);
+  const int64_t stage_bytes = Feed<T, TOKEN ? 3 : 2, 1>::stage_bytes(pipeline.groups, p.shape.width);
+  pipeline.stages = stages_that_fit(stage_bytes, kStages, 1);
+  if (pipeline.stages == 0 || pipeline.threads > kMostThreads<TOKEN>) return false;
+  const int threads = pipeline.groups * pipeline.threads;
+  const int64_t sums_bytes = SUMS ? int64_t{threads - pipeline.threads} * 2 * kPack * int64_t{sizeof(float)} : 0;
+  const int bytes = static_cast<int>(std::max(pipeline.stages * stage_bytes, sums_bytes));
   auto kernel = backward_rows<T, MEAN, SUMS, TOKEN>;
   *error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (*error != cudaSuccess) return true;
   const auto blocks = static_cast<unsigned>(segments.blocks());
-  *error = launch_early(kernel, blocks, groups * threads, bytes, stream, p, segments, Pipeline{groups, stages});
+  *error = launch_fed(kernel, blocks, threads, kFeeders, true, bytes, stream, p, segments, pipeline);
   return true;
 }
 

@@ -2,28 +2,31 @@
 //
 // forward_rows: a block's threads form groups, a thread of which owns NV packs of eight columns, and each group takes a
 // row at a time. What scale, shift, tables, weight and bias do to a column is one gain and one offset in registers,
-// loaded once, since all rows of a segment share them. The rows to come are on their way into the group's ring in
-// shared memory meanwhile. x is read once, y written once: 4 bytes an element in 16-bit types. With a modulation row per
-// token (TOKEN) its scale and shift come through the ring too (8 bytes).
+// loaded once, since all rows of a segment share them. The rows to come are on their way into shared memory meanwhile.
+// x is read once, y written once: 4 bytes an element in 16-bit types. With a modulation row per token (TOKEN) its scale
+// and shift come the same way (8 bytes).
 // forward_any: one row at a time, everything read where it is needed: any dtypes, any alignment.
 // Mean and variance take two passes over a thread's registers, and are joined over threads, then warps, by Chan's
 // formula, with one barrier a row: E[x^2] - E[x]^2 would lose all digits far from zero.
+#include "feed.cuh"
 #include "launch.cuh"
 #include "modulation.cuh"
-#include "rows.cuh"
 
 namespace adaptiveload {
 namespace {
 
-// The best on an H200 of some 500 combinations over the six shapes of recipes/kernel_speed.py. Faster ones make
-// multiprocessors run apart: those nearer to memory end early, the others late.
-template <typename T, bool TOKEN>
+// The best on an H200 of some 700 combinations over the seven shapes of recipes/kernel_speed.py.
+// A thread's packs of a row, more of wide rows, which would otherwise need so many threads that registers run short.
+template <bool TOKEN, bool WIDE>
 struct Tile {
-  static constexpr int kPacks = TOKEN ? 1 : 2;  // of a thread in a row
-  static constexpr int kMostThreads = TOKEN ? 1024 : sizeof(T) == 4 ? 512 : 640;
-  static constexpr int kStages = TOKEN ? 3 : 2;  // rows of a group under way
+  static constexpr int kPacks = TOKEN ? 1 : WIDE ? 3 : 2;
+  static constexpr int kMostThreads = TOKEN ? 992 : WIDE ? 480 : 608;  // and a warp that feeds them
 };
-constexpr int kMostGroups = 8;
+constexpr int64_t kWide = 4608;
+
+// Rows this wide and this many are dealt by tickets: 2 to 5 points of the roof on an H200. Narrow rows stay together
+// without, and would ask too often; few do not make up for zeroing the tickets.
+constexpr int64_t kTicketWidth = 3072, kTicketRows = 1 << 14;
 
 // mean and 1 / standard deviation of a token, or 1 / root mean square alone.
 template <bool MEAN>
@@ -51,9 +54,6 @@ __device__ __forceinline__ void join(float& mean, float& squares, float weight, 
   squares -= sum * sum * one_by_total;
 }
 
-struct Pipeline {
-  int groups, stages, joined;  // joined: the warps of a group, rounded up to a power of two
-};
 
 // How many columns of a row of `width` are those of warp `warp` of `threads` threads.
 template <int NV>
@@ -64,41 +64,35 @@ __device__ __forceinline__ float columns_of(int warp, int threads, int width) {
   return static_cast<float>(columns);
 }
 
-template <typename T, bool MEAN, bool TOKEN>
-__global__ void __launch_bounds__(Tile<T, TOKEN>::kMostThreads)
-    forward_rows(const LayerNormForward p, const Segments segments, const Pipeline pipeline) {
-  constexpr int NV = Tile<T, TOKEN>::kPacks;
-  using RowRing = Ring<T, TOKEN ? 3 : 1, NV>;  // x, scale, shift
+template <typename T, bool MEAN, bool TOKEN, bool WIDE>
+__global__ void __launch_bounds__(Tile<TOKEN, WIDE>::kMostThreads + kFeeders)
+    forward_rows(const LayerNormForward p, const Segments segments, const Pipeline pipeline, const int joined) {
+  constexpr int NV = Tile<TOKEN, WIDE>::kPacks;
+  using RowFeed = Feed<T, TOKEN ? 3 : 1, NV>;  // x, scale, shift
   extern __shared__ __align__(128) unsigned char memory[];
-  __shared__ uint64_t arrivals[kMostGroups][RowRing::kMostStages];
-  __shared__ float2 joints[2][Tile<T, TOKEN>::kMostThreads / 32];
-  const int width = static_cast<int>(p.shape.width), groups = pipeline.groups;
-  const Group group(groups);
-  const int64_t ring_bytes = pipeline.stages * RowRing::stage_bytes(width);
-  const RowRing ring = {memory + group.index * ring_bytes, arrivals[group.index], pipeline.stages, width,
-                        group.thread, group.threads};
+  __shared__ typename RowFeed::Signals signals;
+  __shared__ float2 joints[2][Tile<TOKEN, WIDE>::kMostThreads / 32];
+  const int width = static_cast<int>(p.shape.width);
   const Place at(segments, blockIdx.x, TOKEN ? 1 : p.shape.rows);
+  unsigned* const tickets = p.tickets == nullptr ? nullptr : p.tickets + at.segment;
+  const Group group(pipeline.threads);
+  RowFeed feed = {memory, signals, pipeline.groups, pipeline.stages, width, group,
+                  Runs(segments, pipeline.groups, at.chunk, tickets)};
   const T* const x_rows = row_of<const T>(p.x, at.batch, at.first);
   const T* const scale_rows = TOKEN ? row_of<const T>(p.scale, at.batch, 0) : nullptr;
   const T* const shift_rows = TOKEN ? row_of<const T>(p.shift, at.batch, 0) : nullptr;
-  T* const y_rows = row_of<T>(p.y, at.batch, at.first);
-  const int64_t first_token = at.batch * p.shape.tokens + at.first;
-  const int step = segments.chunks * groups;
   const bool scaled = TOKEN && p.scale.data != nullptr, shifted = TOKEN && p.shift.data != nullptr;
-  const auto fetch_row = [&](int row, int stage) {
-    if (!ring.copies()) return;
-    const int count = row < segments.tokens;
-    ring.open(stage, (1 + scaled + shifted) * count);
-    ring.fetch(stage, 0, x_rows + row * p.x.row_stride, width, count);
-    if (scaled) ring.fetch(stage, 1, scale_rows + row * p.scale.row_stride, width, count);
-    if (shifted) ring.fetch(stage, 2, shift_rows + row * p.shift.row_stride, width, count);
-    ring.close();
+  const auto fetch = [&](int row, int stage, int index) {
+    feed.open(stage, index, 1 + scaled + shifted);
+    feed.copy(stage, index, 0, x_rows + row * p.x.row_stride);
+    if (scaled) feed.copy(stage, index, 1, scale_rows + row * p.scale.row_stride);
+    if (shifted) feed.copy(stage, index, 2, shift_rows + row * p.shift.row_stride);
   };
 
-  ring.start();
+  feed.start();
   wait_for_previous_kernel();
-  const int first_row = at.chunk * groups + group.index;
-  for (int stage = 0; stage < ring.stages; ++stage) fetch_row(first_row + stage * step, stage);
+  if (feed.only_feeds()) return feed.feed_all(fetch);
+  feed.begin(fetch);
   float gain[NV][kPack], offset[NV][kPack], own = 0.f;  // own: how many columns are mine
   bool mine[NV];
 #pragma unroll
@@ -107,31 +101,32 @@ __global__ void __launch_bounds__(Tile<T, TOKEN>::kMostThreads)
     mine[v] = static_cast<int>(v * group.threads + group.thread) * kPack < width;
     own += mine[v] ? kPack : 0;
     if (TOKEN) {
-      load_columns<Access::neighbours>(gain[v], p.scale_table, 0, 0, first, width, 0.f);
-      load_columns<Access::neighbours>(offset[v], p.shift_table, 0, 0, first, width, 0.f);
+      load_columns<Access::either>(gain[v], p.scale_table, 0, 0, first, width, 0.f);
+      load_columns<Access::either>(offset[v], p.shift_table, 0, 0, first, width, 0.f);
 #pragma unroll
       for (int i = 0; i < kPack; ++i) gain[v][i] += p.scale_offset;
     } else {
-      load_affine<Access::neighbours>(p, at.batch, at.modulation_row, first, gain[v], offset[v]);
+      load_affine<Access::either>(p, at.batch, at.modulation_row, first, gain[v], offset[v]);
     }
   }
 
   // After the barrier a lane reads the part of warp `other`.
   const int warp = group.thread / 32, first_warp = group.index * group.threads / 32, warps = group.threads / 32;
-  const int other = threadIdx.x % pipeline.joined;
+  const int other = threadIdx.x % joined;
   const float other_columns = other < warps ? columns_of<NV>(other, group.threads, width) : 0.f;
   const float one_by_width = 1.f / width, one_by_own = 1.f / fmaxf(own, 1.f);
   const float one_by_warp = 1.f / fmaxf(columns_of<NV>(warp, group.threads, width), 1.f);
-  int stage = 0, round = 0, parity = 0;
-  for (int row = first_row; row < segments.tokens; row += step, parity ^= 1) {
-    ring.wait(stage, round);
+  T* const y_rows = row_of<T>(p.y, at.batch, at.first);
+  const int64_t first_token = at.batch * p.shape.tokens + at.first;
+  int parity = 0;
+  for (int row; (row = feed.wait()) < segments.tokens; parity ^= 1) {
     Pack<T> packs[NV], scale_packs[NV] = {}, shift_packs[NV] = {};
     float x[kPack], mean = 0.f, squares = 0.f;
 #pragma unroll
     for (int v = 0; v < NV; ++v) {
-      packs[v] = ring.read(stage, 0, v);
-      if (scaled) scale_packs[v] = ring.read(stage, 1, v);
-      if (shifted) shift_packs[v] = ring.read(stage, 2, v);
+      packs[v] = feed.read(0, v);
+      if (scaled) scale_packs[v] = feed.read(1, v);
+      if (shifted) shift_packs[v] = feed.read(2, v);
     }
 #pragma unroll
     for (int v = 0; MEAN && v < NV; ++v) {
@@ -152,12 +147,12 @@ __global__ void __launch_bounds__(Tile<T, TOKEN>::kMostThreads)
     join<MEAN>(mean, squares, own, __shfl_sync(~0u, mean, 0), one_by_warp, 32);
     if (threadIdx.x % 32 == 0) joints[parity][first_warp + warp] = make_float2(mean, squares);
     group.wait();
-    fetch_row(row + ring.stages * step, stage);
+    feed.leave(fetch);
     const float2 joint = joints[parity][first_warp + min(other, warps - 1)];
     const float about = joints[parity][first_warp].x;
     mean = joint.x;
     squares = other < warps ? joint.y : 0.f;
-    join<MEAN>(mean, squares, other_columns, about, one_by_width, pipeline.joined);
+    join<MEAN>(mean, squares, other_columns, about, one_by_width, joined);
     const float rstd = rsqrtf(squares * one_by_width + p.eps);
     if (group.thread == 0) store_stats<MEAN>(p.stats, first_token + row, mean, rstd);
 #pragma unroll
@@ -176,11 +171,7 @@ __global__ void __launch_bounds__(Tile<T, TOKEN>::kMostThreads)
 #pragma unroll
         for (int i = 0; i < kPack; ++i) x[i] = (x[i] - mean) * rstd * gain[v][i] + offset[v][i];
       }
-      if (mine[v]) store_pack(y_rows + row * p.y.row_stride + ring.column(v), x);
-    }
-    if (++stage == ring.stages) {
-      stage = 0;
-      ++round;
+      if (mine[v]) store_pack(y_rows + row * p.y.row_stride + feed.column(v), x);
     }
   }
   let_next_kernel_start();
@@ -220,33 +211,61 @@ __global__ void __launch_bounds__(kMostAnyThreads) forward_any(const LayerNormFo
   }
 }
 
-// false: the ring does not fit this GPU, or a row is too wide.
-template <typename T, bool MEAN, bool TOKEN>
+bool by_tickets(const Shape& shape, const Segments& segments) {
+  return !row_per_token(shape) && shape.width >= kTicketWidth && segments.chunks > 1 &&
+         segments.count * segments.tokens >= kTicketRows;
+}
+
+template <bool TOKEN, bool WIDE>
+Pipeline pipeline_of(const Shape& shape) {
+  using Tiling = Tile<TOKEN, WIDE>;
+  const int threads = threads_for((shape.width + Tiling::kPacks - 1) / Tiling::kPacks);
+  return {std::clamp(Tiling::kMostThreads / threads, 1, kMostGroups), threads, 3};
+}
+
+Segments segments_of(const Shape& shape) {
+  const auto pipeline = row_per_token(shape)  ? pipeline_of<true, false>
+                        : shape.width > kWide ? pipeline_of<false, true>
+                                              : pipeline_of<false, false>;
+  return cut(shape, 1, pipeline(shape).groups);
+}
+
+// false: the rows do not fit into the shared memory of this GPU, or are too wide.
+template <typename T, bool MEAN, bool TOKEN, bool WIDE>
 bool launch_rows(const LayerNormForward& p, cudaStream_t stream, cudaError_t* error) {
-  using Tiling = Tile<T, TOKEN>;
-  const int threads = threads_for((p.shape.width + Tiling::kPacks - 1) / Tiling::kPacks);
-  const int groups = std::clamp(Tiling::kMostThreads / threads, 1, kMostGroups);
-  const int64_t stage_bytes = groups * Ring<T, TOKEN ? 3 : 1, Tiling::kPacks>::stage_bytes(p.shape.width);
-  const int stages = stages_that_fit(stage_bytes, Tiling::kStages, 1);
-  if (stages == 0 || threads > Tiling::kMostThreads) return false;
-  int joined = 1;
-  while (joined * 32 < threads) joined *= 2;
-  const int bytes = static_cast<int>(stages * stage_bytes);
-  auto kernel = forward_rows<T, MEAN, TOKEN>;
+  Pipeline pipeline = pipeline_of<TOKEN, WIDE>(p.shape);
+  const Segments segments = segments_of(p.shape);
+  const bool tickets = p.tickets != nullptr;
+  using RowFeed = Feed<T, TOKEN ? 3 : 1, Tile<TOKEN, WIDE>::kPacks>;
+  const int64_t stage_bytes = RowFeed::stage_bytes(pipeline.groups, p.shape.width);
+  // Wide rows that are dealt in advance run apart the more, the more are under way.
+  pipeline.stages = stages_that_fit(stage_bytes, tickets || TOKEN || p.shape.width < kTicketWidth ? 3 : 2, 1);
+  if (pipeline.stages == 0 || pipeline.threads > Tile<TOKEN, WIDE>::kMostThreads) return false;
+  int joined = 1;  // warps of a group, rounded up to a power of two
+  while (joined * 32 < pipeline.threads) joined *= 2;
+  const int bytes = static_cast<int>(pipeline.stages * stage_bytes);
+  auto kernel = forward_rows<T, MEAN, TOKEN, WIDE>;
   *error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (*error == cudaSuccess && tickets) {
+    *error = cudaMemsetAsync(p.tickets, 0, segments.count * sizeof(unsigned), stream);
+  }
   if (*error != cudaSuccess) return true;
-  const Segments segments = cut(p.shape, 1, groups);
-  *error = launch_early(kernel, static_cast<unsigned>(segments.blocks()), groups * threads, bytes, stream, p, segments,
-                        Pipeline{groups, stages, joined});
+  *error = launch_fed(kernel, static_cast<unsigned>(segments.blocks()), pipeline.groups * pipeline.threads, kFeeders,
+                      !tickets, bytes, stream, p, segments, pipeline, joined);
   return true;
 }
 
 template <typename T>
 bool launch_rows(const LayerNormForward& p, bool per_token, cudaStream_t stream, cudaError_t* error) {
   if constexpr (sizeof(T) == 2) {
-    if (per_token) return launch_rows<T, true, true>(p, stream, error);
+    if (per_token) return launch_rows<T, true, true, false>(p, stream, error);
   }
-  return p.mean ? launch_rows<T, true, false>(p, stream, error) : launch_rows<T, false, false>(p, stream, error);
+  if (p.shape.width > kWide) {
+    return p.mean ? launch_rows<T, true, false, true>(p, stream, error)
+                  : launch_rows<T, false, false, true>(p, stream, error);
+  }
+  return p.mean ? launch_rows<T, true, false, false>(p, stream, error)
+                : launch_rows<T, false, false, false>(p, stream, error);
 }
 
 // false: nothing was launched, since these arrays do not allow rows in 16-byte pieces, or as above.
@@ -266,6 +285,11 @@ bool launch_rows(const LayerNormForward& p, cudaStream_t stream, cudaError_t* er
 }
 
 }  // namespace
+
+int64_t layer_norm_forward_tickets(const Shape& shape) {
+  const Segments segments = segments_of(shape);
+  return by_tickets(shape, segments) ? segments.count : 0;
+}
 
 cudaError_t layer_norm_modulate_forward(const LayerNormForward& p, cudaStream_t stream) {
   const int64_t rows = p.shape.batch * p.shape.tokens;

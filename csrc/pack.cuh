@@ -9,8 +9,9 @@
 namespace adaptiveload {
 
 // Which eight columns from `first` on are mine, and how are they read? Neighbours in 16-byte pieces, neighbours one by
-// one (a modulation beside vectors of x may lie anywhere), or every blockDim-th one (any width, and still coalesced).
-enum class Access { pieces, neighbours, strided };
+// one, whichever of these their address allows (a modulation beside vectors of x may lie anywhere), or every
+// blockDim-th one (any width, and still coalesced).
+enum class Access { pieces, neighbours, either, strided };
 
 template <Access A>
 __device__ __forceinline__ int column_of(int first, int i) {
@@ -153,6 +154,13 @@ __device__ __forceinline__ void load_row(float (&values)[kPack], const T* row, i
   if constexpr (A == Access::pieces) {
     const int column = column_of<A>(first, 0);
     if (column < width) load_pack(row + column).read(values);
+  } else if constexpr (A == Access::either) {
+    // Columns in front of `first` and up to mine are a multiple of eight.
+    if (reinterpret_cast<uintptr_t>(row + first) % 16 == 0) {
+      load_row<Access::pieces>(values, row, first, width);
+    } else {
+      load_row<Access::neighbours>(values, row, first, width);
+    }
   } else {
 #pragma unroll
     for (int i = 0; i < kPack; ++i) {

@@ -26,6 +26,11 @@ std::tuple<Tensor, Tensor> rms_norm_modulate(const Tensor& x, const Optional& sc
   p.weight = array_of(weight, shape, kColumns, "weight", x, copies);
   p.y = array_of(y, shape, shape.tokens);
   p.stats = static_cast<float*>(rstd.data_ptr());
+  Tensor tickets;
+  if (const int64_t count = adaptiveload::layer_norm_forward_tickets(shape); count > 0) {
+    tickets = empty(x, {count}, ScalarType::Int);
+    p.tickets = static_cast<unsigned*>(tickets.data_ptr());
+  }
   check(adaptiveload::layer_norm_modulate_forward(p, current_stream(x)), "rms_norm_modulate");
   return {y, rstd};
 }

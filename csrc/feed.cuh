@@ -1,0 +1,239 @@
+// How do rows reach the groups of a block ahead of time, and who gets which?
+//
+// A block's groups take runs of as many neighbouring rows as there are groups, one row each. On Hopper and later a warp
+// of its own has the copy engine bring them: deciding, waiting and issuing a copy takes one thread some hundred
+// dependent instructions, and all others would wait for it at the next barrier. Before Hopper every thread copies the
+// columns that it will read itself.
+#pragma once
+
+#include <climits>
+
+#include "rows.cuh"
+
+namespace adaptiveload {
+
+// The last threads of a block, which launch_fed adds.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kFeeders = 0;
+#else
+constexpr int kFeeders = 32;
+#endif
+
+// The runs of a segment. A block takes every chunks-th, or, with `tickets` (a zero in global memory), after its first
+// ones the next that no block has taken: blocks nearer to memory are faster, and with runs dealt in advance they end
+// early, and the others read and write memory that lies far apart.
+struct Runs {
+  int count, chunk, chunks;
+  int rows;  // of the segment: the last run may be short
+  unsigned* tickets;
+
+  __device__ __forceinline__ Runs(const Segments& segments, int groups, unsigned chunk, unsigned* tickets)
+      : count((segments.tokens + groups - 1) / groups), chunk(chunk), chunks(segments.chunks),
+        rows(segments.tokens), tickets(tickets) {}
+};
+
+constexpr int kMostGroups = 8;
+
+struct Pipeline {
+  int groups, threads, stages;  // threads: of a group
+};
+
+// Adds the groups' sums of my columns in the order of the groups; afterwards those of group 0 are the block's.
+template <int K>
+__device__ __forceinline__ void add_groups(float (&sums)[K][kPack], float* buffer, const Group& group, int groups) {
+  wait_for_threads(groups * group.threads);
+  if (group.index > 0) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) {
+        buffer[(((group.index - 1) * K + k) * kPack + i) * group.threads + group.thread] = sums[k][i];
+      }
+    }
+  }
+  wait_for_threads(groups * group.threads);
+  if (group.index > 0) return;
+  for (int other = 0; other < groups - 1; ++other) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) {
+        sums[k][i] += buffer[((other * K + k) * kPack + i) * group.threads + group.thread];
+      }
+    }
+  }
+}
+
+// A thread reads NV packs of each of the ROWS rows that belong to a turn.
+template <typename T, int ROWS, int NV>
+struct Feed {
+  static constexpr int kMostStages = 4;
+  struct Signals {
+    uint64_t arrivals[kMostStages][kMostGroups], departures[kMostStages][kMostGroups];
+    int rows[kMostStages][kMostGroups];
+  };
+
+  unsigned char* memory;  // [stages][groups][ROWS][width]
+  Signals& signals;
+  int groups, stages, width;
+  Group group;
+  Runs runs;
+  int stage = 0, passed = 0;  // rounds through the stages; before Hopper turns
+
+  static __host__ __device__ int64_t stage_bytes(int64_t groups, int64_t width) {
+    return groups * ROWS * width * static_cast<int64_t>(sizeof(T));
+  }
+
+  // Where my pack `v` of a row begins; threads beyond the width look at the last pack and must not use what they see.
+  __device__ __forceinline__ int column(int v) const {
+    return min(static_cast<int>(v * group.threads + group.thread) * kPack, width - kPack);
+  }
+  __device__ __forceinline__ unsigned char* row_at(int at_stage, int index, int row) const {
+    return memory + ((at_stage * groups + index) * ROWS + row) * width * static_cast<int>(sizeof(T));
+  }
+  __device__ __forceinline__ Pack<T> read(int row, int v) const {
+    return load_pack(reinterpret_cast<const T*>(row_at(stage, group.index, row)) + column(v));
+  }
+
+  // How to use it, with fetch(row, stage, index) that opens a stage of group `index` and copies a row's ROWS rows to it:
+  //   start(); if (only_feeds()) return feed_all(fetch); begin(fetch);
+  //   for (int row; (row = wait()) < runs.rows;) { read(..) ..; a barrier of the group; leave(fetch); }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  static __device__ __forceinline__ unsigned shared(const void* address) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(address));
+  }
+  static __device__ __forceinline__ void arrive(uint64_t& barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared(&barrier)) : "memory");
+  }
+  static __device__ __forceinline__ void wait_for(uint64_t& barrier, int round) {
+    asm volatile(
+        "{\n"
+        ".reg .pred there;\n"
+        "WAIT:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 there, [%0], %1;\n"
+        "@!there bra WAIT;\n"
+        "}" ::"r"(shared(&barrier)),
+        "r"(round & 1)
+        : "memory");
+  }
+  __device__ __forceinline__ void start() const {
+    if (threadIdx.x == 0) {
+#pragma unroll 1
+      for (int i = 0; i < stages * kMostGroups; ++i) {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared(signals.arrivals) + 8 * i) : "memory");
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared(signals.departures) + 8 * i) : "memory");
+      }
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+  }
+  __device__ __forceinline__ bool only_feeds() const { return group.index >= groups; }
+
+  __device__ __forceinline__ void open(int at_stage, int index, int count) const {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                     shared(&signals.arrivals[at_stage][index])),
+                 "r"(count * width * static_cast<int>(sizeof(T)))
+                 : "memory");
+  }
+  __device__ __forceinline__ void copy(int at_stage, int index, int row, const T* from) const {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            shared(row_at(at_stage, index, row))),
+        "l"(from), "r"(width * static_cast<int>(sizeof(T))), "r"(shared(&signals.arrivals[at_stage][index]))
+        : "memory");
+  }
+
+  template <typename Fetch>
+  __device__ __forceinline__ void feed_all(const Fetch& fetch) const {
+    if (group.thread != 0) return;
+    int run = runs.chunk, at_stage = 0, round = 0;
+    // Asked for a turn ahead: the answer takes longer than a turn.
+    unsigned ticket = runs.tickets == nullptr ? 0 : atomicAdd(runs.tickets, 1);
+    for (int turns = 1;; ++turns) {
+      const bool more = run < runs.count;
+#pragma unroll 1
+      for (int index = 0; index < groups; ++index) {
+        if (round > 0) wait_for(signals.departures[at_stage][index], round - 1);
+        const int row = run * groups + index;
+        const bool present = more && row < runs.rows;
+        signals.rows[at_stage][index] = present ? row : INT_MAX;
+        if (present) {
+          fetch(row, at_stage, index);
+        } else {
+          arrive(signals.arrivals[at_stage][index]);
+        }
+      }
+      if (!more) return;
+      if (runs.tickets == nullptr || turns < stages) {
+        run += runs.chunks;
+      } else {
+        run = stages * runs.chunks + static_cast<int>(ticket);
+        if (run < runs.count) ticket = atomicAdd(runs.tickets, 1);
+      }
+      if (++at_stage == stages) {
+        at_stage = 0;
+        ++round;
+      }
+    }
+  }
+  template <typename Fetch>
+  __device__ __forceinline__ void begin(const Fetch&) const {}
+  // My next row once it is there; INT_MAX: there is none.
+  __device__ __forceinline__ int wait() const {
+    wait_for(signals.arrivals[stage][group.index], passed);
+    return signals.rows[stage][group.index];
+  }
+  // After a barrier of the group since it was read.
+  template <typename Fetch>
+  __device__ __forceinline__ void leave(const Fetch&) {
+    if (group.thread == 0) arrive(signals.departures[stage][group.index]);
+    if (++stage == stages) {
+      stage = 0;
+      ++passed;
+    }
+  }
+#else
+  __device__ __forceinline__ void start() const {}
+  __device__ __forceinline__ bool only_feeds() const { return false; }
+  template <typename Fetch>
+  __device__ __forceinline__ void feed_all(const Fetch&) const {}
+  __device__ __forceinline__ void open(int, int, int) const {}
+  __device__ __forceinline__ void copy(int at_stage, int index, int row, const T* from) const {
+    constexpr int kPiece = 16 / static_cast<int>(sizeof(T));
+#pragma unroll
+    for (int i = 0; i < NV * Pack<T>::kPieces; ++i) {
+      const int at = column(i / Pack<T>::kPieces) + i % Pack<T>::kPieces * kPiece;
+      const unsigned to =
+          static_cast<unsigned>(__cvta_generic_to_shared(reinterpret_cast<T*>(row_at(at_stage, index, row)) + at));
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from + at) : "memory");
+    }
+  }
+  __device__ __forceinline__ int row_of_turn(int t) const { return (runs.chunk + t * runs.chunks) * groups + group.index; }
+  template <typename Fetch>
+  __device__ __forceinline__ void fetch_or_not(int row, int at_stage, const Fetch& fetch) const {
+    if (row < runs.rows) fetch(row, at_stage, group.index);
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+  template <typename Fetch>
+  __device__ __forceinline__ void begin(const Fetch& fetch) const {
+    for (int t = 0; t < stages; ++t) fetch_or_not(row_of_turn(t), t, fetch);
+  }
+  // As many groups of copies are under way as there are stages; the number is an immediate operand.
+  __device__ __forceinline__ int wait() const {
+    switch (stages) {
+      case 2: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
+      case 3: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
+      default: asm volatile("cp.async.wait_group 3;" ::: "memory");
+    }
+    return row_of_turn(passed);
+  }
+  template <typename Fetch>
+  __device__ __forceinline__ void leave(const Fetch& fetch) {
+    fetch_or_not(row_of_turn(passed + stages), stage, fetch);
+    ++passed;
+    if (++stage == stages) stage = 0;
+  }
+#endif
+};
+
+}  // namespace adaptiveload
