@@ -5,7 +5,6 @@
 #include "column_sums.cuh"
 
 #include "launch.cuh"
-#include "pack.cuh"
 
 namespace adaptiveload {
 namespace {
@@ -71,22 +70,7 @@ __global__ void __launch_bounds__(kColumns* kSlices) column_sums(const ColumnSum
   }
   const int column = first_column + warp;
   if (lane != 0 || column >= p.width) return;
-
-  const float shift = K > 1 ? sums[K > 1] : 0.f;
-  const float weight = element(p.weight, 0, 0, column, 1.f) + p.weight_offset;
-  const float scale = sums[0] * weight + shift * element(p.bias, 0, 0, column, 0.f);
-  if (total) {
-    if (p.dscale_table != nullptr) p.dscale_table[column] = scale;
-    if (p.dshift_table != nullptr) p.dshift_table[column] = shift;
-    if (p.dgate_table != nullptr) p.dgate_table[column] = sums[K - 1];
-    if (p.dweight != nullptr) p.dweight[column] = sums[K];
-    if (p.dbias != nullptr) p.dbias[column] = sums[K + 1];
-  } else {
-    const int64_t batch = segment / p.rows, row = segment % p.rows;
-    if (p.dscale.data != nullptr) set_element(p.dscale, batch, row, column, scale);
-    if (p.dshift.data != nullptr) set_element(p.dshift, batch, row, column, shift);
-    if (p.dgate.data != nullptr) set_element(p.dgate, batch, row, column, sums[K - 1]);
-  }
+  write_column<K>(p, total, total ? 0 : segment / p.rows, total ? 0 : segment % p.rows, column, sums);
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // How do the partial sums of all blocks become gradients of modulations, tables, weight and bias?
 #pragma once
 
-#include "kernels.h"
+#include "pack.cuh"
 
 namespace adaptiveload {
 
@@ -21,6 +21,27 @@ struct ColumnSums {
   Array dscale, dshift, dgate;   // without data: not wanted, as below
   float *dscale_table, *dshift_table, *dgate_table, *dweight, *dbias;
 };
+
+// Writes what a column's sums make: those of a segment (a modulation row of a batch item), or of all, where sums[K] and
+// sums[K + 1] are those of m * P and m * Q.
+template <int K>
+__device__ __forceinline__ void write_column(const ColumnSums& p, bool total, int64_t batch, int64_t row, int column,
+                                             const float (&sums)[K + 2]) {
+  const float shift = K > 1 ? sums[K > 1] : 0.f;
+  const float weight = element(p.weight, 0, 0, column, 1.f) + p.weight_offset;
+  const float scale = sums[0] * weight + shift * element(p.bias, 0, 0, column, 0.f);
+  if (total) {
+    if (p.dscale_table != nullptr) p.dscale_table[column] = scale;
+    if (p.dshift_table != nullptr) p.dshift_table[column] = shift;
+    if (p.dgate_table != nullptr) p.dgate_table[column] = sums[K - 1];
+    if (p.dweight != nullptr) p.dweight[column] = sums[K];
+    if (p.dbias != nullptr) p.dbias[column] = sums[K + 1];
+  } else {
+    if (p.dscale.data != nullptr) set_element(p.dscale, batch, row, column, scale);
+    if (p.dshift.data != nullptr) set_element(p.dshift, batch, row, column, shift);
+    if (p.dgate.data != nullptr) set_element(p.dgate, batch, row, column, sums[K - 1]);
+  }
+}
 
 template <int K>
 cudaError_t add_column_sums(const ColumnSums& p, cudaStream_t stream);

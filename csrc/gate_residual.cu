@@ -8,8 +8,8 @@
 // The *_any kernels take one row at a time: any dtypes and alignment, and a gate row per token.
 #include <initializer_list>
 
-#include "column_sums.cuh"
 #include "feed.cuh"
+#include "gate_residual_few.cuh"
 #include "launch.cuh"
 #include "modulation.cuh"
 
@@ -230,15 +230,33 @@ bool all_aligned(const Shape& shape, std::initializer_list<Array> arrays) {
   return shape.width % kPack == 0 && std::all_of(arrays.begin(), arrays.end(), aligned);
 }
 
-// false: nothing was launched, since these arrays do not allow rows in 16-byte pieces, or as above.
-bool launch_rows(const GateBackward& p, bool sums, cudaStream_t stream, cudaError_t* error) {
+// Do these arrays allow rows in 16-byte pieces?
+bool rows_in_pieces(const GateBackward& p, bool sums) {
   const bool one_dtype = (p.dy.data == nullptr || p.dy.dtype == p.grad.dtype) && (!sums || p.y.dtype == p.grad.dtype);
-  if (row_per_token(p.shape) || !one_dtype || !all_aligned(p.shape, {p.grad, p.y, p.dy})) return false;
+  return !row_per_token(p.shape) && one_dtype && all_aligned(p.shape, {p.grad, p.y, p.dy});
+}
+
+// false: nothing was launched, since rows do not come in pieces, or as above.
+bool launch_rows(const GateBackward& p, bool sums, cudaStream_t stream, cudaError_t* error) {
+  if (!rows_in_pieces(p, sums)) return false;
   switch (p.grad.dtype) {
     case Dtype::float32: return launch_rows<float>(p, sums, stream, error);
     case Dtype::float16: return launch_rows<__half>(p, sums, stream, error);
     default: return launch_rows<__nv_bfloat16>(p, sums, stream, error);
   }
+}
+
+// false: nothing was launched, since there are more rows, they do not come in pieces, or no sum is wanted.
+bool launch_few(const GateBackward& p, const ColumnSums& sums_of, bool sums, cudaStream_t stream, cudaError_t* error) {
+  if (!sums || !few_rows(p.shape, sums_of) || !rows_in_pieces(p, true)) return false;
+  Segments segments = few_rows_grid(p.shape, 1, true).rows;
+  segments.chunks = few_rows_grid(p.shape, 1, true).column_blocks;
+  auto kernel = gate_backward_few<__nv_bfloat16>;
+  if (p.grad.dtype == Dtype::float32) kernel = gate_backward_few<float>;
+  if (p.grad.dtype == Dtype::float16) kernel = gate_backward_few<__half>;
+  *error = launch_early(kernel, static_cast<unsigned>(segments.blocks()), kFewGateThreads, 0, stream, p, sums_of,
+                        segments);
+  return true;
 }
 
 }  // namespace
@@ -270,7 +288,15 @@ cudaError_t gate_residual_backward(const GateBackward& p, cudaStream_t stream) {
   const bool sums = p.dgate_table != nullptr || (!per_token && p.dgate.data != nullptr);
   const bool empty = p.shape.batch * p.shape.tokens * p.shape.width == 0;
   Segments segments = backward_segments(p.shape);
+  ColumnSums totals = {};
+  totals.partials = p.partials;
+  totals.segments = segments.count;
+  totals.rows = per_token ? 1 : p.shape.rows;
+  totals.width = static_cast<int>(p.shape.width);
+  if (!per_token) totals.dgate = p.dgate;
+  totals.dgate_table = p.dgate_table;
   cudaError_t error = cudaSuccess;
+  if (!empty && launch_few(p, totals, sums, stream, &error)) return error;
   if (!empty && !launch_rows(p, sums, stream, &error)) {
     const Grid grid = any_backward_grid(p.shape);
     const bool pieces = all_aligned(p.shape, {p.grad, p.y, p.gate, p.gate_table, p.dy, p.dgate});
@@ -280,15 +306,7 @@ cudaError_t gate_residual_backward(const GateBackward& p, cudaStream_t stream) {
     error = cudaGetLastError();
   }
   if (error != cudaSuccess || !sums) return error;
-
-  ColumnSums totals = {};
-  totals.partials = p.partials;
-  totals.segments = segments.count;
-  totals.rows = per_token ? 1 : p.shape.rows;
   totals.chunks = empty ? 0 : segments.chunks;
-  totals.width = static_cast<int>(p.shape.width);
-  if (!per_token) totals.dgate = p.dgate;
-  totals.dgate_table = p.dgate_table;
   return add_column_sums<1>(totals, stream);
 }
 

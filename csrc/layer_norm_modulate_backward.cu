@@ -6,8 +6,7 @@
 // layer_norm_modulate_backward.cuh has the kernel for aligned rows of one dtype. backward_any: the same, one row at a
 // time, for any dtypes and alignment, and for weight and bias with a modulation row per token.
 #include "layer_norm_modulate_backward.cuh"
-
-#include "column_sums.cuh"
+#include "layer_norm_modulate_few.cuh"
 
 namespace adaptiveload {
 namespace {
@@ -136,21 +135,50 @@ bool launch_rows(const LayerNormBackward& p, bool sums, bool token, const Segmen
               : launch_rows<T, false, false, false>(p, segments, stream, error);
 }
 
-// false: nothing was launched, since these arrays do not allow rows in 16-byte pieces, or as above.
-bool launch_rows(const LayerNormBackward& p, bool sums, bool per_token, const Segments& segments, cudaStream_t stream,
-                 cudaError_t* error) {
+// Do these arrays allow rows in 16-byte pieces?
+bool rows_in_pieces(const LayerNormBackward& p, bool per_token) {
   bool fits = p.shape.width % kPack == 0;
   if (per_token) fits = fits && p.mean && !p.weight.data && !p.bias.data && p.x.dtype != Dtype::float32;
   for (const Array& a : {p.x, p.grad, p.dx}) fits = fits && aligned(a) && (a.data == nullptr || a.dtype == p.x.dtype);
   for (const Array& a : {p.scale, p.dscale}) {
     fits = fits && (!per_token || (aligned(a) && (a.data == nullptr || a.dtype == p.x.dtype)));
   }
-  if (!fits) return false;
+  return fits;
+}
+
+// false: nothing was launched, since rows do not come in pieces, or as above.
+bool launch_rows(const LayerNormBackward& p, bool sums, bool per_token, const Segments& segments, cudaStream_t stream,
+                 cudaError_t* error) {
+  if (!rows_in_pieces(p, per_token)) return false;
   switch (p.x.dtype) {
     case Dtype::float32: return launch_rows<float>(p, sums, per_token, segments, stream, error);
     case Dtype::float16: return launch_rows<__half>(p, sums, per_token, segments, stream, error);
     default: return launch_rows<__nv_bfloat16>(p, sums, per_token, segments, stream, error);
   }
+}
+
+template <typename T, bool MEAN>
+cudaError_t launch_few(const LayerNormBackward& p, const ColumnSums& sums, bool wanted, cudaStream_t stream) {
+  const bool two = p.shape.batch * p.shape.tokens > kFewRows / 2;
+  const FewRows grid = few_rows_grid(p.shape, two ? 2 : 1, wanted);
+  auto kernel = two ? backward_few<T, MEAN, 2> : backward_few<T, MEAN, 1>;
+  return launch_early(kernel, grid.blocks(), threads_for(p.shape.width), 0, stream, p, sums, grid);
+}
+template <typename T>
+cudaError_t launch_few(const LayerNormBackward& p, const ColumnSums& sums, bool wanted, cudaStream_t stream) {
+  return p.mean ? launch_few<T, true>(p, sums, wanted, stream) : launch_few<T, false>(p, sums, wanted, stream);
+}
+
+// false: nothing was launched, since there are more rows, or they do not come in pieces.
+bool launch_few(const LayerNormBackward& p, const ColumnSums& sums, bool wanted, cudaStream_t stream,
+                cudaError_t* error) {
+  if (!few_rows(p.shape, sums) || !rows_in_pieces(p, false)) return false;
+  switch (p.x.dtype) {
+    case Dtype::float32: *error = launch_few<float>(p, sums, wanted, stream); break;
+    case Dtype::float16: *error = launch_few<__half>(p, sums, wanted, stream); break;
+    default: *error = launch_few<__nv_bfloat16>(p, sums, wanted, stream);
+  }
+  return true;
 }
 
 template <bool MEAN>
@@ -191,11 +219,6 @@ cudaError_t layer_norm_modulate_backward(const LayerNormBackward& given, cudaStr
   const bool sums = tables_wanted || (!per_token && (rows_wanted || affine_wanted));
   const Segments segments = segments_of(p.shape);
   const bool empty = p.shape.batch * p.shape.tokens * p.shape.width == 0;
-  cudaError_t error = cudaSuccess;
-  if (!empty && !launch_rows(p, sums, per_token, segments, stream, &error)) {
-    error = launch_any(p, sums, false, segments, stream);
-  }
-
   ColumnSums totals = {};
   totals.partials = p.partials;
   totals.segments = segments.count;
@@ -216,6 +239,11 @@ cudaError_t layer_norm_modulate_backward(const LayerNormBackward& given, cudaStr
     totals.dshift = p.dshift;
     totals.dweight = p.dweight;
     totals.dbias = p.dbias;
+  }
+  cudaError_t error = cudaSuccess;
+  if (!empty && launch_few(p, totals, sums, stream, &error)) return error;
+  if (!empty && !launch_rows(p, sums, per_token, segments, stream, &error)) {
+    error = launch_any(p, sums, false, segments, stream);
   }
   if (error == cudaSuccess && sums) error = add_column_sums<2>(totals, stream);
   if (error != cudaSuccess || !per_token || !affine_wanted) return error;
