@@ -95,7 +95,7 @@ struct Feed {
     return load_pack(reinterpret_cast<const T*>(row_at(stage, group.index, row)) + column(v));
   }
 
-  // How to use it, with fetch(row, stage, index) that opens a stage of group `index` and copies a row's ROWS rows to it:
+  // How to use it, with fetch(row, stage, index) that opens a stage of group `index` and copies the ROWS rows to it:
   //   start(); if (only_feeds()) return feed_all(fetch); begin(fetch);
   //   for (int row; (row = wait()) < runs.rows;) { read(..) ..; a barrier of the group; leave(fetch); }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -208,7 +208,9 @@ struct Feed {
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from + at) : "memory");
     }
   }
-  __device__ __forceinline__ int row_of_turn(int t) const { return (runs.chunk + t * runs.chunks) * groups + group.index; }
+  __device__ __forceinline__ int row_of_turn(int t) const {
+    return (runs.chunk + t * runs.chunks) * groups + group.index;
+  }
   template <typename Fetch>
   __device__ __forceinline__ void fetch_or_not(int row, int at_stage, const Fetch& fetch) const {
     if (row < runs.rows) fetch(row, at_stage, group.index);

@@ -21,9 +21,9 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
-// Launches a kernel that begins with wait_for_previous_kernel(), on Hopper and later before the previous one has ended,
-// and with `feeders` more threads a block (feed.cuh). Code built for older GPUs neither waits nor has feeders, also where
-// it runs on a newer one. Not `early`: behind something else than a kernel, a memset, say, which a graph cannot overlap.
+// Launches a kernel that begins with wait_for_previous_kernel(): on Hopper and later before the previous one has ended,
+// if `early`, and with `feeders` more threads a block (feed.cuh). Code built for older GPUs neither waits nor has
+// feeders, also where it runs on a newer one. Not early: behind a memset, which is no kernel.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_fed(void (*kernel)(Parameters...), unsigned blocks, dim3 threads, unsigned feeders, bool early,
                        int shared_bytes, cudaStream_t stream, Arguments&&... arguments) {

@@ -8,7 +8,8 @@ namespace adaptiveload {
 
 // P and Q of a block's columns over a segment.
 template <typename T, bool MEAN>
-__device__ __forceinline__ void few_columns(const LayerNormBackward& p, const ColumnSums& sums_of, const FewRows& grid) {
+__device__ __forceinline__ void few_columns(const LayerNormBackward& p, const ColumnSums& sums_of,
+                                            const FewRows& grid) {
   const int width = static_cast<int>(p.shape.width), step = blockDim.x / kColumnPacks;
   const Segments columns = {grid.rows.count, grid.rows.tokens, grid.column_blocks};
   const Place at(columns, blockIdx.x, p.shape.rows);
@@ -44,7 +45,8 @@ __device__ __forceinline__ void few_columns(const LayerNormBackward& p, const Co
   sum_columns<2>(sums, first_column, width, [&](int c, float (&totals)[4]) {
     write_column<2>(sums_of, false, at.batch, at.modulation_row, c, totals);
     if (grid.rows.count > 1) return;
-    const float m = sums_of.scale_offset + element(sums_of.scale, 0, 0, c, 0.f) + element(sums_of.scale_table, 0, 0, c, 0.f);
+    const float scale = element(sums_of.scale, 0, 0, c, 0.f) + element(sums_of.scale_table, 0, 0, c, 0.f);
+    const float m = sums_of.scale_offset + scale;
     totals[2] = m * totals[0];
     totals[3] = m * totals[1];
     write_column<2>(sums_of, true, 0, 0, c, totals);

@@ -108,8 +108,8 @@ __device__ __forceinline__ void wait_for_threads(unsigned threads) {
   asm volatile("bar.sync 0, %0;" ::"r"(threads) : "memory");
 }
 
-// Adds N values (1 or 2) over the at most 32 warps of a group in two halves, with a barrier of the group between: what a
-// warp posts, and what a lane adds. Where to is worked out once; as block_sum does it, it takes a tenth of a row's time.
+// Adds N values (1 or 2) over the at most 32 warps of a group in two halves, with a barrier of the group between: what
+// a warp posts, and what a lane adds. Where to is worked out once, not for every row as block_sum does.
 template <int N>
 struct WarpSums {
   static constexpr int kLanes = 32 / N;
