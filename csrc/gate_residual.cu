@@ -120,8 +120,8 @@ __global__ void __launch_bounds__(kBackwardThreads + kFeeders, 1)
   __shared__ typename RowFeed::Signals signals;
   const int width = static_cast<int>(p.shape.width), groups = pipeline.groups;
   const Place at(segments, blockIdx.x, p.shape.rows);
-  const Group group(pipeline.threads);
-  RowFeed feed = {memory, signals, groups, pipeline.stages, width, group, Runs(segments, groups, at.chunk, nullptr)};
+  RowFeed feed(memory, signals, pipeline, width, Runs(segments, groups, at.chunk, nullptr));
+  const Group& group = feed.group;
   const T* const grad_rows = row_of<const T>(p.grad, at.batch, at.first);
   const T* const y_rows = SUMS ? row_of<const T>(p.y, at.batch, at.first) : nullptr;
   const auto fetch = [&](int row, int stage, int index) {
@@ -136,11 +136,13 @@ __global__ void __launch_bounds__(kBackwardThreads + kFeeders, 1)
   feed.begin(fetch);
   const int column = feed.column(0);
   const bool mine = static_cast<int>(group.thread) * kPack < width;
-  T* const dy_rows = p.dy.data == nullptr || !mine ? nullptr : row_of<T>(p.dy, at.batch, at.first) + column;
+  const bool dy_wanted = mine && p.dy.data != nullptr;
+  T* dy = row_of<T>(p.dy, at.batch, at.first + feed.row) + column;
+  const int64_t step = segments.chunks * groups * p.dy.row_stride;
   float factor[kPack], sums[1][kPack] = {};
   load_factor<Access::either>(p, at.batch, at.modulation_row, group.first_column(), factor);
 
-  for (int row; (row = feed.wait()) < segments.tokens;) {
+  while (feed.wait()) {
     Pack<T> grad_pack = feed.read(0, 0), y_pack = {};
     if (SUMS) y_pack = feed.read(1, 0);
     group.wait();
@@ -153,7 +155,8 @@ __global__ void __launch_bounds__(kBackwardThreads + kFeeders, 1)
       if (SUMS) sums[0][i] += grad[i] * y[i];
       grad[i] *= factor[i];
     }
-    if (dy_rows != nullptr) store_pack(dy_rows + row * p.dy.row_stride, grad);
+    if (dy_wanted) store_pack(dy, grad);
+    dy += step;
   }
   let_next_kernel_start();
 

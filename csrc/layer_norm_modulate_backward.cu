@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kMostAnyThreads)
 
 Pipeline pipeline_of(const Shape& shape) {
   const int threads = threads_for(shape.width);
-  const int most = row_per_token(shape) ? kMostThreads<true> : kMostThreads<false>;
+  const int most = row_per_token(shape) ? kFewerThreads : kMostThreads;
   return {std::clamp(most / threads, 1, kMostGroups), threads, kStages};
 }
 
@@ -101,16 +101,16 @@ Pipeline pipeline_of(const Shape& shape) {
 Segments segments_of(const Shape& shape) { return cut(shape, 1, pipeline_of(shape).groups); }
 
 // false: the rows do not fit into the shared memory of this GPU, or are too wide.
-template <typename T, bool MEAN, bool SUMS, bool TOKEN>
+template <typename T, bool MEAN, bool SUMS, bool TOKEN, int THREADS>
 bool launch_rows(const LayerNormBackward& p, const Segments& segments, cudaStream_t stream, cudaError_t* error) {
   Pipeline pipeline = pipeline_of(p.shape);
   const int64_t stage_bytes = Feed<T, TOKEN ? 3 : 2, 1>::stage_bytes(pipeline.groups, p.shape.width);
   pipeline.stages = stages_that_fit(stage_bytes, kStages, 1);
-  if (pipeline.stages == 0 || pipeline.threads > kMostThreads<TOKEN>) return false;
+  if (pipeline.stages == 0 || pipeline.groups * pipeline.threads > THREADS) return false;
   const int threads = pipeline.groups * pipeline.threads;
   const int64_t sums_bytes = SUMS ? int64_t{threads - pipeline.threads} * 2 * kPack * int64_t{sizeof(float)} : 0;
   const int bytes = static_cast<int>(std::max(pipeline.stages * stage_bytes, sums_bytes));
-  auto kernel = backward_rows<T, MEAN, SUMS, TOKEN>;
+  auto kernel = backward_rows<T, MEAN, SUMS, TOKEN, THREADS>;
   *error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (*error != cudaSuccess) return true;
   const auto blocks = static_cast<unsigned>(segments.blocks());
@@ -118,21 +118,28 @@ bool launch_rows(const LayerNormBackward& p, const Segments& segments, cudaStrea
   return true;
 }
 
+template <typename T, bool MEAN>
+bool launch_rows(const LayerNormBackward& p, bool sums, const Segments& segments, cudaStream_t stream,
+                 cudaError_t* error) {
+  if (!sums) return launch_rows<T, MEAN, false, false, kMostThreads>(p, segments, stream, error);
+  const Pipeline pipeline = pipeline_of(p.shape);
+  if (pipeline.groups * pipeline.threads > kFewerThreads) {
+    return launch_rows<T, MEAN, true, false, kMostThreads>(p, segments, stream, error);
+  }
+  return launch_rows<T, MEAN, true, false, kFewerThreads>(p, segments, stream, error);
+}
+
 template <typename T>
 bool launch_rows(const LayerNormBackward& p, bool sums, bool token, const Segments& segments, cudaStream_t stream,
                  cudaError_t* error) {
   if constexpr (sizeof(T) == 2) {
     if (token) {
-      return sums ? launch_rows<T, true, true, true>(p, segments, stream, error)
-                  : launch_rows<T, true, false, true>(p, segments, stream, error);
+      return sums ? launch_rows<T, true, true, true, kFewerThreads>(p, segments, stream, error)
+                  : launch_rows<T, true, false, true, kFewerThreads>(p, segments, stream, error);
     }
   }
-  if (p.mean) {
-    return sums ? launch_rows<T, true, true, false>(p, segments, stream, error)
-                : launch_rows<T, true, false, false>(p, segments, stream, error);
-  }
-  return sums ? launch_rows<T, false, true, false>(p, segments, stream, error)
-              : launch_rows<T, false, false, false>(p, segments, stream, error);
+  return p.mean ? launch_rows<T, true>(p, sums, segments, stream, error)
+                : launch_rows<T, false>(p, sums, segments, stream, error);
 }
 
 // Do these arrays allow rows in 16-byte pieces?

@@ -15,10 +15,9 @@
 
 namespace adaptiveload {
 
-// Of a block, without those that feed it, and so rows of up to 6144 columns. The best on an H200 of some 150
-// combinations over the seven shapes of recipes/kernel_speed.py; with a row per token registers run short.
-template <bool TOKEN>
-constexpr int kMostThreads = TOKEN ? 736 : 768;
+// Of a block, without those that feed it, and so rows of up to 6144 columns: with the fewer a thread has 80 registers
+// instead of 72. The best on an H200 of some 150 combinations over the seven shapes of recipes/kernel_speed.py.
+constexpr int kMostThreads = 768, kFewerThreads = 736;
 constexpr int kStages = 3;  // rows of a group under way
 
 // mean and rstd of a token.
@@ -28,18 +27,18 @@ __device__ __forceinline__ float2 load_stats(const float* stats, int64_t token) 
   return make_float2(0.f, stats[token]);
 }
 
-template <typename T, bool MEAN, bool SUMS, bool TOKEN>
-__global__ void __launch_bounds__(kMostThreads<TOKEN> + kFeeders)
+template <typename T, bool MEAN, bool SUMS, bool TOKEN, int THREADS>
+__global__ void __launch_bounds__(THREADS + kFeeders)
     backward_rows(const LayerNormBackward p, const Segments segments, const Pipeline pipeline) {
-  constexpr int kMeans = MEAN ? 2 : 1, kWarps = kMostThreads<TOKEN> / 32;
+  constexpr int kMeans = MEAN ? 2 : 1, kWarps = THREADS / 32;
   using RowFeed = Feed<T, TOKEN ? 3 : 2, 1>;  // x, grad, scale
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ typename RowFeed::Signals signals;
   __shared__ float buffer[2][kMeans * kWarps];
   const int width = static_cast<int>(p.shape.width), groups = pipeline.groups;
   const Place at(segments, blockIdx.x, TOKEN ? 1 : p.shape.rows);
-  const Group group(pipeline.threads);
-  RowFeed feed = {memory, signals, groups, pipeline.stages, width, group, Runs(segments, groups, at.chunk, nullptr)};
+  RowFeed feed(memory, signals, pipeline, width, Runs(segments, groups, at.chunk, nullptr));
+  const Group& group = feed.group;
   const T* const x_rows = row_of<const T>(p.x, at.batch, at.first);
   const T* const grad_rows = row_of<const T>(p.grad, at.batch, at.first);
   const T* const scale_rows = TOKEN ? row_of<const T>(p.scale, at.batch, 0) : nullptr;
@@ -56,11 +55,12 @@ __global__ void __launch_bounds__(kMostThreads<TOKEN> + kFeeders)
   feed.begin(fetch);
   const int column = feed.column(0), step = segments.chunks * groups;
   const bool mine = static_cast<int>(group.thread) * kPack < width;
-  T* const dx_rows = p.dx.data != nullptr ? row_of<T>(p.dx, at.batch, at.first) + column : nullptr;
+  const bool dx_wanted = mine && p.dx.data != nullptr;
+  T* dx = row_of<T>(p.dx, at.batch, at.first + feed.row) + column;
   T* const dscale_rows = TOKEN && p.dscale.data != nullptr ? row_of<T>(p.dscale, at.batch, 0) + column : nullptr;
   const float* const stats_rows = p.stats + (at.batch * p.shape.tokens + at.first) * (MEAN ? 2 : 1);
   const auto stats_of = [&](int row) { return load_stats<MEAN>(stats_rows, min(row, segments.tokens - 1)); };
-  float2 next_stats = stats_of(at.chunk * groups + group.index);
+  float2 next_stats = stats_of(feed.row);
   float gain[kPack], sums[2][kPack] = {};
   if (TOKEN) {
     load_columns<Access::either>(gain, p.scale_table, 0, 0, group.first_column(), width, 0.f);
@@ -73,9 +73,11 @@ __global__ void __launch_bounds__(kMostThreads<TOKEN> + kFeeders)
   const float one_by_width = 1.f / width;
   const WarpSums<kMeans> joint(group);
   int parity = 0;
-  for (int row; (row = feed.wait()) < segments.tokens; parity ^= 1) {
+  for (; feed.row < segments.tokens; parity ^= 1) {
     const float2 stats = next_stats;
-    next_stats = stats_of(row + step);
+    next_stats = stats_of(feed.row + step);
+    const int row = feed.row;
+    feed.wait();
     Pack<T> x_pack = feed.read(0, 0), grad_pack = feed.read(1, 0), scale_pack = {};
     if (TOKEN) scale_pack = feed.read(2, 0);
     float x[kPack], grad[kPack], m[kPack], means[kMeans];  // of g * xh and of g
@@ -87,7 +89,7 @@ __global__ void __launch_bounds__(kMostThreads<TOKEN> + kFeeders)
       for (int i = 0; i < kPack; ++i) m[i] = TOKEN ? m[i] + gain[i] : gain[i];
     };
     unpack();
-    float sum = 0.f, product_sum = 0.f;
+    float sum[2] = {}, product_sum[2] = {};  // of every second column: shorter chains
 #pragma unroll
     for (int i = 0; i < kPack; ++i) {
       const float xh = (x[i] - stats.x) * stats.y, g = grad[i] * m[i];
@@ -95,11 +97,11 @@ __global__ void __launch_bounds__(kMostThreads<TOKEN> + kFeeders)
         sums[0][i] += grad[i] * xh;
         sums[1][i] += grad[i];
       }
-      sum += g;
-      product_sum += g * xh;
+      sum[i % 2] += g;
+      product_sum[i % 2] += g * xh;
     }
-    means[0] = mine ? product_sum : 0.f;
-    if (MEAN) means[kMeans - 1] = mine ? sum : 0.f;
+    means[0] = mine ? product_sum[0] + product_sum[1] : 0.f;
+    if (MEAN) means[kMeans - 1] = mine ? sum[0] + sum[1] : 0.f;
     joint.post(means, buffer[parity]);
     group.wait();
     feed.leave(fetch);
@@ -110,14 +112,16 @@ __global__ void __launch_bounds__(kMostThreads<TOKEN> + kFeeders)
       keep_packed(scale_pack);
       unpack();
     }
-    const float gx_mean = means[0] * one_by_width, g_mean = MEAN ? means[kMeans - 1] * one_by_width : 0.f;
+    const float gx_mean = means[0] * one_by_width * stats.y;
+    const float g_mean = MEAN ? means[kMeans - 1] * one_by_width * stats.y : 0.f;
 #pragma unroll
     for (int i = 0; i < kPack; ++i) {
       const float xh = (x[i] - stats.x) * stats.y;
-      x[i] = stats.y * (grad[i] * m[i] - g_mean - xh * gx_mean);
+      x[i] = stats.y * (grad[i] * m[i]) - g_mean - xh * gx_mean;
       grad[i] *= xh;
     }
-    if (mine && dx_rows != nullptr) store_pack_once(dx_rows + row * p.dx.row_stride, x);
+    if (dx_wanted) store_pack_once(dx, x);
+    dx += step * p.dx.row_stride;
     if (TOKEN && mine && dscale_rows != nullptr) store_pack_once(dscale_rows + row * p.dscale.row_stride, grad);
   }
   let_next_kernel_start();

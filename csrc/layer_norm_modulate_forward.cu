@@ -17,10 +17,12 @@ namespace {
 
 // The best on an H200 of some 700 combinations over the seven shapes of recipes/kernel_speed.py.
 // A thread's packs of a row, more of wide rows, which would otherwise need so many threads that registers run short.
-template <bool TOKEN, bool WIDE>
+enum class Rows { narrow, dealt, wide, with_token };
+template <Rows KIND>
 struct Tile {
-  static constexpr int kPacks = TOKEN ? 1 : WIDE ? 3 : 2;
-  static constexpr int kMostThreads = TOKEN ? 992 : WIDE ? 480 : 608;  // and a warp that feeds them
+  static constexpr bool kToken = KIND == Rows::with_token, kDealt = KIND == Rows::dealt || KIND == Rows::wide;
+  static constexpr int kPacks = kToken ? 1 : KIND == Rows::wide ? 3 : 2;
+  static constexpr int kMostThreads = kToken ? 992 : KIND == Rows::wide ? 480 : 608;  // and a warp that feeds them
 };
 constexpr int64_t kWide = 4608;
 
@@ -54,7 +56,6 @@ __device__ __forceinline__ void join(float& mean, float& squares, float weight, 
   squares -= sum * sum * one_by_total;
 }
 
-
 // How many columns of a row of `width` are those of warp `warp` of `threads` threads.
 template <int NV>
 __device__ __forceinline__ float columns_of(int warp, int threads, int width) {
@@ -64,20 +65,20 @@ __device__ __forceinline__ float columns_of(int warp, int threads, int width) {
   return static_cast<float>(columns);
 }
 
-template <typename T, bool MEAN, bool TOKEN, bool WIDE>
-__global__ void __launch_bounds__(Tile<TOKEN, WIDE>::kMostThreads + kFeeders)
+template <typename T, bool MEAN, Rows KIND>
+__global__ void __launch_bounds__(Tile<KIND>::kMostThreads + kFeeders)
     forward_rows(const LayerNormForward p, const Segments segments, const Pipeline pipeline, const int joined) {
-  constexpr int NV = Tile<TOKEN, WIDE>::kPacks;
-  using RowFeed = Feed<T, TOKEN ? 3 : 1, NV>;  // x, scale, shift
+  constexpr bool TOKEN = Tile<KIND>::kToken;
+  constexpr int NV = Tile<KIND>::kPacks;
+  using RowFeed = Feed<T, TOKEN ? 3 : 1, NV, Tile<KIND>::kDealt>;  // x, scale, shift
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ typename RowFeed::Signals signals;
-  __shared__ float2 joints[2][Tile<TOKEN, WIDE>::kMostThreads / 32];
+  __shared__ float2 joints[2][Tile<KIND>::kMostThreads / 32];
   const int width = static_cast<int>(p.shape.width);
   const Place at(segments, blockIdx.x, TOKEN ? 1 : p.shape.rows);
   unsigned* const tickets = p.tickets == nullptr ? nullptr : p.tickets + at.segment;
-  const Group group(pipeline.threads);
-  RowFeed feed = {memory, signals, pipeline.groups, pipeline.stages, width, group,
-                  Runs(segments, pipeline.groups, at.chunk, tickets)};
+  RowFeed feed(memory, signals, pipeline, width, Runs(segments, pipeline.groups, at.chunk, tickets));
+  const Group& group = feed.group;
   const T* const x_rows = row_of<const T>(p.x, at.batch, at.first);
   const T* const scale_rows = TOKEN ? row_of<const T>(p.scale, at.batch, 0) : nullptr;
   const T* const shift_rows = TOKEN ? row_of<const T>(p.shift, at.batch, 0) : nullptr;
@@ -119,7 +120,8 @@ __global__ void __launch_bounds__(Tile<TOKEN, WIDE>::kMostThreads + kFeeders)
   T* const y_rows = row_of<T>(p.y, at.batch, at.first);
   const int64_t first_token = at.batch * p.shape.tokens + at.first;
   int parity = 0;
-  for (int row; (row = feed.wait()) < segments.tokens; parity ^= 1) {
+  for (; feed.wait(); parity ^= 1) {
+    const int row = feed.row;
     Pack<T> packs[NV], scale_packs[NV] = {}, shift_packs[NV] = {};
     float x[kPack], mean = 0.f, squares = 0.f;
 #pragma unroll
@@ -211,40 +213,44 @@ __global__ void __launch_bounds__(kMostAnyThreads) forward_any(const LayerNormFo
   }
 }
 
-bool by_tickets(const Shape& shape, const Segments& segments) {
-  return !row_per_token(shape) && shape.width >= kTicketWidth && segments.chunks > 1 &&
-         segments.count * segments.tokens >= kTicketRows;
+Rows kind_of(const Shape& shape) {
+  if (row_per_token(shape)) return Rows::with_token;
+  return shape.width > kWide ? Rows::wide : shape.width >= kTicketWidth ? Rows::dealt : Rows::narrow;
 }
 
-template <bool TOKEN, bool WIDE>
+template <Rows KIND>
 Pipeline pipeline_of(const Shape& shape) {
-  using Tiling = Tile<TOKEN, WIDE>;
+  using Tiling = Tile<KIND>;
   const int threads = threads_for((shape.width + Tiling::kPacks - 1) / Tiling::kPacks);
   return {std::clamp(Tiling::kMostThreads / threads, 1, kMostGroups), threads, 3};
 }
 
+template <Rows KIND>
 Segments segments_of(const Shape& shape) {
-  const auto pipeline = row_per_token(shape)  ? pipeline_of<true, false>
-                        : shape.width > kWide ? pipeline_of<false, true>
-                                              : pipeline_of<false, false>;
-  return cut(shape, 1, pipeline(shape).groups);
+  return cut(shape, 1, pipeline_of<KIND>(shape).groups);
+}
+
+template <Rows KIND>
+int64_t tickets_of(const Shape& shape) {
+  const Segments segments = segments_of<KIND>(shape);
+  return segments.chunks > 1 && segments.count * segments.tokens >= kTicketRows ? segments.count : 0;
 }
 
 // false: the rows do not fit into the shared memory of this GPU, or are too wide.
-template <typename T, bool MEAN, bool TOKEN, bool WIDE>
+template <typename T, bool MEAN, Rows KIND>
 bool launch_rows(const LayerNormForward& p, cudaStream_t stream, cudaError_t* error) {
-  Pipeline pipeline = pipeline_of<TOKEN, WIDE>(p.shape);
-  const Segments segments = segments_of(p.shape);
-  const bool tickets = p.tickets != nullptr;
-  using RowFeed = Feed<T, TOKEN ? 3 : 1, Tile<TOKEN, WIDE>::kPacks>;
-  const int64_t stage_bytes = RowFeed::stage_bytes(pipeline.groups, p.shape.width);
+  using Tiling = Tile<KIND>;
+  Pipeline pipeline = pipeline_of<KIND>(p.shape);
+  const Segments segments = segments_of<KIND>(p.shape);
+  const bool tickets = Tiling::kDealt && p.tickets != nullptr;
+  const int64_t stage_bytes = Feed<T, Tiling::kToken ? 3 : 1, 1>::stage_bytes(pipeline.groups, p.shape.width);
   // Wide rows that are dealt in advance run apart the more, the more are under way.
-  pipeline.stages = stages_that_fit(stage_bytes, tickets || TOKEN || p.shape.width < kTicketWidth ? 3 : 2, 1);
-  if (pipeline.stages == 0 || pipeline.threads > Tile<TOKEN, WIDE>::kMostThreads) return false;
+  pipeline.stages = stages_that_fit(stage_bytes, Tiling::kDealt && !tickets ? 2 : 3, 1);
+  if (pipeline.stages == 0 || pipeline.threads > Tiling::kMostThreads) return false;
   int joined = 1;  // warps of a group, rounded up to a power of two
   while (joined * 32 < pipeline.threads) joined *= 2;
   const int bytes = static_cast<int>(pipeline.stages * stage_bytes);
-  auto kernel = forward_rows<T, MEAN, TOKEN, WIDE>;
+  auto kernel = forward_rows<T, MEAN, KIND>;
   *error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (*error == cudaSuccess && tickets) {
     *error = cudaMemsetAsync(p.tickets, 0, segments.count * sizeof(unsigned), stream);
@@ -255,17 +261,21 @@ bool launch_rows(const LayerNormForward& p, cudaStream_t stream, cudaError_t* er
   return true;
 }
 
+template <typename T, Rows KIND>
+bool launch_rows(const LayerNormForward& p, cudaStream_t stream, cudaError_t* error) {
+  return p.mean ? launch_rows<T, true, KIND>(p, stream, error) : launch_rows<T, false, KIND>(p, stream, error);
+}
+
 template <typename T>
-bool launch_rows(const LayerNormForward& p, bool per_token, cudaStream_t stream, cudaError_t* error) {
-  if constexpr (sizeof(T) == 2) {
-    if (per_token) return launch_rows<T, true, true, false>(p, stream, error);
+bool launch_rows(const LayerNormForward& p, cudaStream_t stream, cudaError_t* error) {
+  switch (kind_of(p.shape)) {
+    case Rows::narrow: return launch_rows<T, Rows::narrow>(p, stream, error);
+    case Rows::dealt: return launch_rows<T, Rows::dealt>(p, stream, error);
+    case Rows::wide: return launch_rows<T, Rows::wide>(p, stream, error);
+    case Rows::with_token: break;
   }
-  if (p.shape.width > kWide) {
-    return p.mean ? launch_rows<T, true, false, true>(p, stream, error)
-                  : launch_rows<T, false, false, true>(p, stream, error);
-  }
-  return p.mean ? launch_rows<T, true, false, false>(p, stream, error)
-                : launch_rows<T, false, false, false>(p, stream, error);
+  if constexpr (sizeof(T) == 2) return launch_rows<T, true, Rows::with_token>(p, stream, error);
+  return false;
 }
 
 // false: nothing was launched, since these arrays do not allow rows in 16-byte pieces, or as above.
@@ -278,17 +288,20 @@ bool launch_rows(const LayerNormForward& p, cudaStream_t stream, cudaError_t* er
   }
   if (!fits) return false;
   switch (p.x.dtype) {
-    case Dtype::float32: return launch_rows<float>(p, per_token, stream, error);
-    case Dtype::float16: return launch_rows<__half>(p, per_token, stream, error);
-    default: return launch_rows<__nv_bfloat16>(p, per_token, stream, error);
+    case Dtype::float32: return launch_rows<float>(p, stream, error);
+    case Dtype::float16: return launch_rows<__half>(p, stream, error);
+    default: return launch_rows<__nv_bfloat16>(p, stream, error);
   }
 }
 
 }  // namespace
 
 int64_t layer_norm_forward_tickets(const Shape& shape) {
-  const Segments segments = segments_of(shape);
-  return by_tickets(shape, segments) ? segments.count : 0;
+  switch (kind_of(shape)) {
+    case Rows::dealt: return tickets_of<Rows::dealt>(shape);
+    case Rows::wide: return tickets_of<Rows::wide>(shape);
+    default: return 0;
+  }
 }
 
 cudaError_t layer_norm_modulate_forward(const LayerNormForward& p, cudaStream_t stream) {

@@ -86,6 +86,30 @@ def test_weight_bias_and_tables_get_exact_gradients(width, rows, tables, affine)
     check_norm(inputs, out_dtype=torch.bfloat16)
 
 
+@pytest.mark.parametrize("width", [520, 1536, 2432, 3072, 5120])
+@pytest.mark.parametrize("tokens", [1037, 8200])  # fetched ahead of time; the latter, if wide, dealt by tickets
+def test_many_rows_are_shared_among_groups_and_blocks(width, tokens):
+    inputs = {"x": make_x(2, tokens, width, torch.bfloat16, DEVICE)}
+    inputs["scale"] = make_modulation(2, 1, width, torch.float32, DEVICE, index=1)
+    inputs["shift"] = make_modulation(2, 1, width, torch.float32, DEVICE, index=0)
+    check_norm(inputs, out_dtype=torch.bfloat16)
+    gated = {"x": inputs["x"], "y": make_x(2, tokens, width, torch.bfloat16, DEVICE), "gate": inputs["scale"]}
+    check_gate(gated, out_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("tokens", [3, 300, 900])  # few rows: one kernel makes everything
+@pytest.mark.parametrize("width", [24, 1536])
+def test_few_rows_of_one_item_get_all_gradients(tokens, width):
+    inputs = {"x": make_x(1, tokens, width, torch.bfloat16, DEVICE)}
+    inputs["scale"] = make_modulation(1, 1, width, torch.float32, DEVICE, index=1)
+    inputs["shift"] = make_modulation(1, 1, width, torch.float32, DEVICE, index=0)
+    inputs["scale_table"], inputs["shift_table"] = make_columns(width, DEVICE), make_columns(width, DEVICE)
+    inputs["weight"], inputs["bias"] = make_columns(width, DEVICE, offset=1.0), make_columns(width, DEVICE)
+    check_norm(inputs, out_dtype=torch.bfloat16)
+    gated = {"x": inputs["x"], "y": make_x(1, tokens, width, torch.bfloat16, DEVICE), "gate": inputs["scale"]}
+    check_gate({**gated, "gate_table": make_columns(width, DEVICE)}, out_dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize("names", [(), ("scale",), ("shift",), ("weight",), ("weight", "bias"), ("scale_table",)])
 def test_absent_operands_drop_out(names):
     width = 72
