@@ -78,7 +78,8 @@ def main():
         if accelerator.is_main_process:
             show(args, config)
             if args.push_to_hub:
-                print(config.push_to_hub(args.hub_model_id or output_dir.resolve().name, token=args.hub_token))
+                repo_id = args.hub_model_id or output_dir.resolve().name
+                config.save_pretrained(output_dir, push_to_hub=True, repo_id=repo_id, token=args.hub_token)
         accelerator.wait_for_everyone()
     accelerator.end_training()
 
