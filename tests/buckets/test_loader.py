@@ -11,7 +11,15 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from support.bucketed import COST, CountedConfig, NumberedRows, collate_numbers, fixed_plan, mixed_index
+from support.bucketed import (
+    COST,
+    CountedConfig,
+    NumberedRows,
+    collate_numbers,
+    collate_with_memory,
+    fixed_plan,
+    mixed_index,
+)
 from support.prepared import save_prepared
 from support.worlds import start_server
 from torch.utils.data import DataLoader
@@ -179,24 +187,6 @@ def test_a_nan_latent_is_one_users_error_without_a_workers_traceback(tmp_path, w
     assert "Traceback" not in str(caught.value)
 
 
-def worker_memory(rows):
-    """Private memory of this process in MiB."""
-    with open("/proc/self/smaps_rollup") as lines:
-        kib = sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
-    return {**collate_numbers(rows), "mib": kib / 1024}
-
-
-def test_workers_hold_no_copy_of_a_large_schedule_and_do_not_grow():
-    loader = make(counts=(900_000, 90_000, 10_000), collate_fn=worker_memory, num_workers=2)
-    memory = []
-    for batch in loader:
-        memory.append(batch["mib"])
-        if len(memory) == 600:
-            break
-    assert max(memory) < 100
-    assert max(memory[300:]) < max(memory[50:150]) + 15
-
-
 @pytest.fixture
 def start_method(request):
     before = multiprocessing.get_start_method()
@@ -207,9 +197,22 @@ def start_method(request):
     multiprocessing.set_start_method(before, force=True)
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes")
 @pytest.mark.parametrize("start_method", ["fork", "spawn", "forkserver"], indirect=True)
-def test_workers_started_in_any_way_give_the_same_batches(start_method):
-    assert numbers(make(num_workers=1)) == numbers(make())
+def test_workers_started_in_any_way_give_the_same_batches_and_hold_no_copy_of_a_large_schedule(start_method):
+    loader = make(counts=(900_000, 90_000, 10_000), collate_fn=collate_with_memory, num_workers=4)
+    memory = {}
+    for step, batch in enumerate(loader):
+        assert batch["numbers"] == loader.schedule.micro_batch(step, 0).tolist()
+        if "mib" in batch:
+            memory.setdefault(batch["worker"], []).append((step, batch["mib"]))
+        if step == 5000:
+            break
+    assert sorted(memory) == [0, 1, 2, 3]
+    for seen in memory.values():
+        assert max(mib for _, mib in seen) < 150
+        early = max(mib for step, mib in seen if 500 <= step < 1500)
+        assert max(mib for step, mib in seen if step >= 4000) < early + 10
 
 
 @pytest.mark.parametrize("start_method", ["spawn"], indirect=True)

@@ -1,6 +1,5 @@
 """BucketDataLoader over folders and tar shards of latents: workers of any kind, exact resume, the page's examples."""
 
-import multiprocessing
 import os
 import pickle
 import re
@@ -78,16 +77,6 @@ def test_a_dataset_sent_to_another_process_is_small_and_reads_the_same(dataset):
     sent = pickle.dumps(dataset)
     assert len(sent) < 5_000
     assert pickle.loads(sent)[5] == dataset[5]
-
-
-def test_spawned_workers_give_the_same_batches(tmp_path):
-    dataset = tar_source(tmp_path)
-    before = multiprocessing.get_start_method()
-    multiprocessing.set_start_method("spawn", force=True)
-    try:
-        assert values(make(dataset, num_workers=1)) == values(make(dataset))
-    finally:
-        multiprocessing.set_start_method(before, force=True)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
