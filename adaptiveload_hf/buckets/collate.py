@@ -8,7 +8,9 @@ import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
 from ..errors import UserError
 
@@ -69,11 +71,17 @@ def _stack(rows: list[dict], column: str) -> torch.Tensor:
                 f"The {column} of {_name(row)} should have {expected} bytes for {kind[1]} {shape}, but has "
                 f"{len(row[column])}. Prepare that file again."
             )
-    # One bytearray: frombuffer wants memory that it may write to, and this is the batch's only copy.
-    stacked = torch.frombuffer(bytearray(b"".join(row[column] for row in rows)), dtype=dtype)
-    stacked = stacked.view(len(rows), *shape)
-    bad = (~torch.isfinite(stacked.flatten(1)).all(dim=1)).nonzero().flatten().tolist()
-    if bad:
+    # One copy, straight into memory that the training process shares: reading is bound by such passes over the bytes.
+    stacked = torch.empty(0, dtype=torch.uint8)
+    if get_worker_info() is not None:
+        stacked.set_(torch.UntypedStorage._new_shared(len(rows) * expected))  # as torch's own default_collate has it
+    stacked.resize_(len(rows), expected)
+    for place, row in zip(stacked.numpy(), rows):
+        place[:] = np.frombuffer(row[column], dtype=np.uint8)
+    stacked = stacked.view(dtype).view(len(rows), *shape)
+    # NaN and infinity pass through aminmax, which is many times as fast as isfinite; that one then finds the rows.
+    if stacked.numel() and not all(torch.isfinite(bound) for bound in torch.aminmax(stacked)):
+        bad = (~torch.isfinite(stacked.flatten(1)).all(dim=1)).nonzero().flatten().tolist()
         names = ", ".join(_name(rows[position]) for position in bad)
         raise UserError(f"The {column} of {names} has NaN or infinite values. Prepare it again, or drop that row.")
     return stacked

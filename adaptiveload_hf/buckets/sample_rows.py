@@ -96,34 +96,41 @@ class ReadSamples:
         row = json.loads(place["json"]) if place["json"] else {}
         row |= {"file": place["file"], "caption": place["caption"], "latent_normalized": self.latent_normalized}
         try:
-            tensors = _read_tensors(Path(self.root, place["path"]), place["offset"], place["size"], name_tensors)
+            tensors = self._read_tensors(place["path"], place["offset"], place["size"], name_tensors)
             if place["text_path"]:
-                text = Path(self.root, place["text_path"])
-                tensors |= _read_tensors(text, place["text_offset"], place["text_size"], name_text_tensors)
+                place_of_text = (place["text_path"], place["text_offset"], place["text_size"])
+                tensors |= self._read_tensors(*place_of_text, name_text_tensors)
         except (UserError, OSError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise UserError(f"{place['file']} cannot be read any more: {reason}") from None
-        if list(tensors["latent"][0].shape) != place["latent_shape"]:
+        if tensors["latent_shape"] != place["latent_shape"]:
             raise UserError(
                 f"{place['file']} had the latent shape {place['latent_shape']} when the dataset was loaded, but now "
-                f"has {list(tensors['latent'][0].shape)}. Load the dataset again."
+                f"has {tensors['latent_shape']}. Load the dataset again."
             )
-        for name, (tensor, content) in tensors.items():
-            shape = tensor.shape
-            if name == "prompt_embeds" and self.prompt_length is not None:
-                shape = (self.prompt_length, *shape[1:])
-                content += bytes(math.prod(shape) * getattr(torch, tensor.dtype).itemsize - len(content))
-            row |= {name: content, f"{name}_shape": list(shape), f"{name}_dtype": tensor.dtype}
-        return row
+        return row | tensors
+
+    def _read_tensors(self, name: str, start: int, size: int, naming) -> dict:
+        """The columns of all tensors in a safetensors file that lies at [start, start + size) of a file."""
+        path = Path(self.root, name)
+        if path.suffix == ".pt":
+            place, latent = load_pt_latent(path)
+            return _columns("latent", place, place.shape, latent.contiguous().view(torch.uint8).numpy().tobytes())
+        columns = {}
+        with open(path, "rb") as stream:
+            for name, tensor in naming(read_header(stream, start, size)[0]).items():
+                shape = tensor.shape
+                if name == "prompt_embeds" and self.prompt_length is not None:
+                    shape = (self.prompt_length, *shape[1:])
+                # Read in place: zeros that follow a caption cost nothing but their copy into the batch.
+                content = bytearray(math.prod(shape) * getattr(torch, tensor.dtype).itemsize)
+                stream.seek(tensor.start)
+                read = stream.readinto(memoryview(content)[: tensor.end - tensor.start])
+                if read < tensor.end - tensor.start:
+                    raise UserError(f"it ends {tensor.end - tensor.start - read} bytes too early")
+                columns |= _columns(name, tensor, shape, content)
+        return columns
 
 
-def _read_tensors(path: Path, start: int, size: int, naming) -> dict[str, tuple[StoredTensor, bytes]]:
-    if path.suffix == ".pt":
-        place, latent = load_pt_latent(path)
-        return {"latent": (place, latent.contiguous().view(torch.uint8).numpy().tobytes())}
-    tensors = {}
-    with open(path, "rb") as stream:
-        for name, tensor in naming(read_header(stream, start, size)[0]).items():
-            stream.seek(tensor.start)
-            tensors[name] = (tensor, stream.read(tensor.end - tensor.start))
-    return tensors
+def _columns(name: str, tensor: StoredTensor, shape: tuple[int, ...], content: bytes | bytearray) -> dict:
+    return {name: content, f"{name}_shape": list(shape), f"{name}_dtype": tensor.dtype}

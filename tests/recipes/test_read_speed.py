@@ -10,13 +10,25 @@ RESULT = Path(__file__).parents[2] / "recipes" / "results" / "read_speed_cpu.jso
 
 def test_it_measures_every_source(tmp_path, monkeypatch, capsys):
     output = tmp_path / "result.json"
-    arguments = ["read_speed.py", "--rows", "2000", "--samples", "12", "--output", str(output)]
+    arguments = [
+        "read_speed.py",
+        "--rows",
+        "2000",
+        "--samples",
+        "12",
+        "--clips",
+        "8",
+        "--workers",
+        "1",
+        "--output",
+        str(output),
+    ]
     monkeypatch.setattr("sys.argv", arguments)
     read_speed.main()
     found = json.loads(output.read_text())
     assert found["seconds"].keys() == json.loads(RESULT.read_text())["seconds"].keys()
-    assert all(value > 0 for value in found["seconds"].values())
-    assert len(capsys.readouterr().out.splitlines()) == len(found["seconds"])
+    assert all(value > 0 for value in [*found["seconds"].values(), *found["megabytes_per_second"].values()])
+    assert len(capsys.readouterr().out.splitlines()) == len(found["seconds"]) + 2
 
 
 def test_the_committed_numbers_keep_the_promises():
