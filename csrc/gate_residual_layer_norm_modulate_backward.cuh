@@ -53,7 +53,9 @@ __global__ void __launch_bounds__(THREADS)
   ring.start();
   wait_for_previous_kernel();
   const int first_row = at.chunk * R;
-  for (int stage = 0; stage < stages; ++stage) fetch_turn(first_row + stage * step, stage);
+  if (ring.copies()) {
+    for (int stage = 0; stage < stages; ++stage) fetch_turn(first_row + stage * step, stage);
+  }
   float2 next_stats[R];  // mean, rstd
   load_stats(first_row, next_stats);
   float gain[NV][kPack], factor[NV][kPack], scale_sum[NV][kPack] = {}, shift_sum[NV][kPack] = {},
@@ -61,8 +63,8 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
   for (int v = 0; v < NV; ++v) {
     const int first = v * blockDim.x * kPack;
-    load_gain<Access::neighbours>(p, at.batch, at.modulation_row, first, true, gain[v]);
-    load_factor<Access::neighbours>(p, at.batch, at.modulation_row, first, factor[v]);
+    load_gain<Access::either>(p, at.batch, at.modulation_row, first, true, gain[v]);
+    load_factor<Access::either>(p, at.batch, at.modulation_row, first, factor[v]);
   }
 
   int stage = 0, round = 0, parity = 0;
@@ -110,7 +112,7 @@ __global__ void __launch_bounds__(THREADS)
       }
     }
     block_sum<2 * R, THREADS>(means, buffer[parity]);
-    fetch_turn(row + stages * step, stage);
+    if (ring.copies()) fetch_turn(row + stages * step, stage);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       if (row + r >= segments.tokens) break;
@@ -153,14 +155,11 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
   for (int v = 0; v < NV; ++v) {
     if (!mine[v]) continue;
-#pragma unroll
-    for (int i = 0; i < kPack; ++i) {
-      if (NORM_SUMS) {
-        partial[ring.column(v) + i] = scale_sum[v][i];
-        partial[width + ring.column(v) + i] = shift_sum[v][i];
-      }
-      if (GATE_SUM) partial[(kSums - 1) * width + ring.column(v) + i] = gate_sum[v][i];
+    if (NORM_SUMS) {
+      store_pack(partial + ring.column(v), scale_sum[v]);
+      store_pack(partial + width + ring.column(v), shift_sum[v]);
     }
+    if (GATE_SUM) store_pack(partial + (kSums - 1) * width + ring.column(v), gate_sum[v]);
   }
 }
 

@@ -2,10 +2,10 @@
 // (1 without both) and m = 1 + scale + scale_table. The statistics are those of the rounded residual.
 //
 // forward_rows: a block owns all columns of R rows at a time, a thread eight columns in each, whose factor, gain and
-// offset stay in registers, since all rows of a segment share them. The rows of x and y to come are on their way into a
-// ring in shared memory meanwhile. Both are read once, both results written once: 8 bytes an element in 16-bit types.
-// Stores that leave the L2 cache first are 1% slower here. Everything else (mixed dtypes, no alignment, a modulation row
-// per token) takes the kernels of gate_residual and layer_norm_modulate, one after the other: the same result, 10 bytes.
+// offset stay in registers as long as the rows share them. The rows of x and y to come are on their way into a ring in
+// shared memory meanwhile. Both are read once, both results written once: 8 bytes an element in 16-bit types. Stores that
+// leave the L2 cache first are 1% slower here. Everything else (mixed dtypes, no alignment, a modulation row per token)
+// takes the kernels of gate_residual and layer_norm_modulate, one after the other: the same result, 10 bytes.
 #include <initializer_list>
 
 #include "launch.cuh"
@@ -15,14 +15,23 @@
 namespace adaptiveload {
 namespace {
 
-// The best of 11 block shapes on an H200 over six shapes of x. Multiprocessors do not read equally fast: blocks that take
-// only a few turns and are dispatched as others end keep all busy to the end, and read close together.
+// The best of 40 combinations on an H200 over six shapes of x. More threads have more rows under way, further apart.
 constexpr int kTurnRows = 2;        // rows of a turn in 16-bit types; half in float32, whose packs are twice as big
 constexpr int kMostThreads = 768;   // of a block: rows of up to 768 * 8 = 6144 columns
-constexpr int kBusyThreads = 768;   // of a multiprocessor
-constexpr int kWaves = 16;          // blocks that follow one another
-constexpr int kFewestRows = 4;      // of a block, where there are enough for one wave
+constexpr int kBusyThreads = 512;   // of a multiprocessor, if a block has no more
 constexpr int kStages = 3;          // turns under way
+
+// All rows, segment after segment, in turns of R neighbours, of which block b takes every gridDim.x-th from b on: all
+// blocks read close together.
+struct Turns {
+  int tokens;           // of one segment
+  unsigned of_segment;  // turns of one segment
+  unsigned count;       // of all
+};
+
+struct Turn {
+  int segment, row;  // segment < 0: there is none
+};
 
 __device__ __forceinline__ float columns_of_warp(int warp, int width) {
   return static_cast<float>(min(max(width - warp * 32 * kPack, 0), 32 * kPack));
@@ -84,39 +93,56 @@ __device__ __forceinline__ void block_moments(Pack<T> (&packs)[R], bool mine, in
 }
 
 template <typename T, int R, int THREADS>
-__global__ void __launch_bounds__(THREADS)
-    forward_rows(const GatedNormForward p, const Segments segments, const int stages) {
+__global__ void __launch_bounds__(THREADS) forward_rows(const GatedNormForward p, const Turns all, const int stages) {
   extern __shared__ __align__(128) unsigned char ring_rows[];
   __shared__ uint64_t arrivals[Ring<T, 2 * R, 1>::kMostStages];
+  __shared__ Turn turns[Ring<T, 2 * R, 1>::kMostStages];
   __shared__ float2 buffer[2][R * THREADS / 32];
   const int width = static_cast<int>(p.shape.width);
+  const unsigned rows_of_batch = p.shape.rows;
   const float one_by_width = 1.f / width;
   const Ring<T, 2 * R, 1> ring = {ring_rows, arrivals, stages, width};  // R rows of x, then R of y
-  const Place at(segments, blockIdx.x, p.shape.rows);
-  const T* const x_rows = row_of<const T>(p.x, at.batch, at.first);
-  const T* const y_rows = row_of<const T>(p.y, at.batch, at.first);
-  T* const residual_rows = row_of<T>(p.residual, at.batch, at.first) + ring.column(0);
-  T* const normed_rows = row_of<T>(p.normed, at.batch, at.first) + ring.column(0);
-  const int step = segments.chunks * R;
   const bool mine = static_cast<int>(threadIdx.x) * kPack < width;
-  const auto fetch_turn = [&](int row, int stage) {
-    const int count = min(R, segments.tokens - row);
-    ring.open(stage, 2 * count);
-    ring.fetch(stage, 0, x_rows + row * p.x.row_stride, p.x.row_stride, count);
-    ring.fetch(stage, R, y_rows + row * p.y.row_stride, p.y.row_stride, count);
+
+  unsigned next = blockIdx.x;  // turn to fetch
+  const auto fetch_turn = [&](int stage) {
+    Turn turn = {-1, 0};
+    if (next < all.count) {
+      turn.segment = next / all.of_segment;
+      turn.row = next % all.of_segment * R;
+      const unsigned batch = turn.segment / rows_of_batch, modulation_row = turn.segment % rows_of_batch;
+      const int64_t token = static_cast<int64_t>(modulation_row) * all.tokens + turn.row;
+      const int count = min(R, all.tokens - turn.row);
+      ring.open(stage, 2 * count);
+      ring.fetch(stage, 0, row_of<const T>(p.x, batch, token), p.x.row_stride, count);
+      ring.fetch(stage, R, row_of<const T>(p.y, batch, token), p.y.row_stride, count);
+      next += gridDim.x;
+    }
     ring.close();
+    if (threadIdx.x == 0) turns[stage] = turn;
   };
 
   ring.start();
   wait_for_previous_kernel();
-  const int first_row = at.chunk * R;
-  for (int stage = 0; stage < stages; ++stage) fetch_turn(first_row + stage * step, stage);
+  if (ring.copies()) {
+    for (int stage = 0; stage < stages; ++stage) fetch_turn(stage);
+  }
+  __syncthreads();
   float factor[kPack], gain[kPack], offset[kPack];
-  load_factor<Access::neighbours>(p, at.batch, at.modulation_row, 0, factor);
-  load_affine<Access::neighbours>(p, at.batch, at.modulation_row, 0, gain, offset);
+  int segment = -1;
 
   int stage = 0, round = 0, parity = 0;
-  for (int row = first_row; row < segments.tokens; row += step, parity ^= 1) {
+  for (;; parity ^= 1) {
+    // Written before the last barrier at the latest.
+    const Turn turn = turns[stage];
+    if (turn.segment < 0) break;
+    if (turn.segment != segment) {
+      segment = turn.segment;
+      load_factor<Access::either>(p, segment / rows_of_batch, segment % rows_of_batch, 0, factor);
+      load_affine<Access::either>(p, segment / rows_of_batch, segment % rows_of_batch, 0, gain, offset);
+    }
+    // The results are contiguous: one offset for both takes fewer registers than two pointers.
+    const int64_t row = static_cast<int64_t>(segment) * all.tokens + turn.row, at = row * width + ring.column(0);
     ring.wait(stage, round);
     Pack<T> packs[R];  // of the residual, rounded
     float x[kPack], y[kPack], mean[R], squares[R];
@@ -127,24 +153,22 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
       for (int i = 0; i < kPack; ++i) x[i] += y[i] * factor[i];
       packs[r].write(x);
-      if (mine && row + r < segments.tokens) {
-        store_pack(residual_rows + (row + r) * p.residual.row_stride, packs[r]);
-      }
+      if (mine && turn.row + r < all.tokens) store_pack(static_cast<T*>(p.residual.data) + at + r * width, packs[r]);
       keep_packed(packs[r]);
     }
     block_moments<THREADS>(packs, mine, width, one_by_width, mean, squares, buffer[parity]);
-    fetch_turn(row + stages * step, stage);
+    if (ring.copies()) fetch_turn(stage);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      if (row + r >= segments.tokens) break;
+      if (turn.row + r >= all.tokens) break;
       const float rstd = rsqrtf(squares[r] * one_by_width + p.eps);
-      if (threadIdx.x == 0) p.stats[at.batch * p.shape.tokens + at.first + row + r] = make_float2(mean[r], rstd);
+      if (threadIdx.x == 0) p.stats[row + r] = make_float2(mean[r], rstd);
       keep_packed(packs[r]);
       packs[r].read(x);
 #pragma unroll
       for (int i = 0; i < kPack; ++i) x[i] = (x[i] - mean[r]) * rstd * gain[i] + offset[i];
       packs[r].write(x);
-      if (mine) store_pack(normed_rows + (row + r) * p.normed.row_stride, packs[r]);
+      if (mine) store_pack(static_cast<T*>(p.normed.data) + at + r * width, packs[r]);
     }
     if (++stage == stages) {
       stage = 0;
@@ -153,12 +177,15 @@ __global__ void __launch_bounds__(THREADS)
   }
 }
 
+// Of a multiprocessor.
+int row_blocks(const Shape& shape) { return std::max(1, kBusyThreads / threads_for(shape.width)); }
+
 // false: the ring does not fit this GPU, or a row is too wide.
 template <typename T>
 bool launch_rows(const GatedNormForward& p, cudaStream_t stream, cudaError_t* error) {
   constexpr int R = sizeof(T) == 4 ? kTurnRows / 2 : kTurnRows;
   const int threads = threads_for(p.shape.width);
-  const int blocks = std::max(1, kBusyThreads / threads);
+  const int blocks = row_blocks(p.shape);
   const int64_t stage_bytes = Ring<T, 2 * R, 1>::stage_bytes(p.shape.width);
   const int stages = stages_that_fit(stage_bytes, kStages, blocks);
   if (stages == 0 || threads > kMostThreads) return false;
@@ -166,10 +193,11 @@ bool launch_rows(const GatedNormForward& p, cudaStream_t stream, cudaError_t* er
   auto kernel = forward_rows<T, R, kMostThreads>;
   *error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (*error != cudaSuccess) return true;
-  const int64_t wave = blocks * device_attribute(cudaDevAttrMultiProcessorCount);
-  const bool many = p.shape.batch * p.shape.tokens >= wave * kFewestRows;
-  const Segments segments = cut(p.shape, blocks * kWaves, many ? kFewestRows : R);
-  *error = launch_early(kernel, static_cast<unsigned>(segments.blocks()), threads, bytes, stream, p, segments, stages);
+  const int64_t tokens = p.shape.tokens / p.shape.rows, of_segment = (tokens + R - 1) / R;
+  const Turns turns = {static_cast<int>(tokens), static_cast<unsigned>(of_segment),
+                       static_cast<unsigned>(of_segment * p.shape.rows * p.shape.batch)};
+  const unsigned grid = std::min<unsigned>(turns.count, blocks * device_attribute(cudaDevAttrMultiProcessorCount));
+  *error = launch_early(kernel, grid, threads, bytes, stream, p, turns, stages);
   return true;
 }
 

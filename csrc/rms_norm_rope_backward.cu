@@ -67,8 +67,11 @@ __global__ void __launch_bounds__(kMostThreads, BLOCKS)
   };
 
   ring.start();
+  wait_for_previous_kernel();
   const int first_row = at.chunk * R;
-  for (int stage = 0; stage < stages; ++stage) fetch_turn(first_row + stage * step, stage);
+  if (ring.copies()) {
+    for (int stage = 0; stage < stages; ++stage) fetch_turn(first_row + stage * step, stage);
+  }
   let_next_kernel_start();
   Angles<A> next_angles[R];
   float next_rstd[R];
@@ -118,7 +121,7 @@ __global__ void __launch_bounds__(kMostThreads, BLOCKS)
       }
     }
     team_sum<R, kMostThreads>(mean, buffers[me][parity]);
-    fetch_turn(row + stages * step, stage);
+    if (ring.copies()) fetch_turn(row + stages * step, stage);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       if (dx_rows == nullptr || row + r >= tokens) break;
@@ -225,9 +228,8 @@ bool launch_rows(const RopeBackward& p, unsigned* blocks, cudaStream_t stream, c
   auto kernel = backward_rows<T, A, turn_rows<T>(), kPacks, kBlocks, SUMS>;
   *error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, teams.bytes);
   if (*error != cudaSuccess) return true;
-  kernel<<<teams.blocks, teams.threads, teams.bytes, stream>>>(p, teams.segments, teams.stages);
   *blocks = teams.blocks;
-  *error = cudaGetLastError();
+  *error = launch_early(kernel, teams.blocks, teams.threads, teams.bytes, stream, p, teams.segments, teams.stages);
   return true;
 }
 

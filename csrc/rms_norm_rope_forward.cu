@@ -5,6 +5,7 @@
 // to come are on their way into the team's ring in shared memory. x is read once, y written once: 4 bytes an element in
 // 16-bit types, and the tables once.
 // forward_any: one row at a time, a thread a pair: any dtypes, any alignment, any head of even width.
+#include "launch.cuh"
 #include "rope.cuh"
 
 namespace adaptiveload {
@@ -39,7 +40,10 @@ __global__ void __launch_bounds__(kMostThreads, BLOCKS)
   };
 
   ring.start();
-  for (int stage = 0; stage < stages; ++stage) fetch_row(at.chunk + stage * segments.chunks, stage);
+  wait_for_previous_kernel();
+  if (ring.copies()) {
+    for (int stage = 0; stage < stages; ++stage) fetch_row(at.chunk + stage * segments.chunks, stage);
+  }
   float weight[NV][kPack];
 #pragma unroll
   for (int v = 0; v < NV; ++v) load_weight(weight[v], p.weight, v * blockDim.x * kPack, width);
@@ -62,7 +66,7 @@ __global__ void __launch_bounds__(kMostThreads, BLOCKS)
       squares[0] += mine[v] ? sum : 0.f;
     }
     team_sum<1, kMostThreads>(squares, buffers[me][parity]);
-    fetch_row(row + stages * segments.chunks, stage);
+    if (ring.copies()) fetch_row(row + stages * segments.chunks, stage);
     const float rstd = rsqrtf(squares[0] * one_by_width + p.eps);
     if (threadIdx.x == 0) p.rstd[at.batch * p.shape.tokens + row] = rstd;
     angles.read(rstd, c, s);
@@ -76,7 +80,7 @@ __global__ void __launch_bounds__(kMostThreads, BLOCKS)
         x[2 * i] = even * c[i] - odd * s[i];
         x[2 * i + 1] = even * s[i] + odd * c[i];
       }
-      if (mine[v]) store_pack_once(y_rows + row * p.y.row_stride + ring.column(v), x);
+      if (mine[v]) store_pack(y_rows + row * p.y.row_stride + ring.column(v), x);
     }
     if (++stage == stages) {
       stage = 0;
@@ -120,8 +124,7 @@ bool launch_rows(const RopeForward& p, cudaStream_t stream, cudaError_t* error) 
   auto kernel = forward_rows<T, A, NV, BLOCKS>;
   *error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, teams.bytes);
   if (*error != cudaSuccess) return true;
-  kernel<<<teams.blocks, teams.threads, teams.bytes, stream>>>(p, teams.segments, teams.stages);
-  *error = cudaGetLastError();
+  *error = launch_early(kernel, teams.blocks, teams.threads, teams.bytes, stream, p, teams.segments, teams.stages);
   return true;
 }
 

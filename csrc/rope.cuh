@@ -94,8 +94,9 @@ struct Teams {
     const int64_t busy = std::max<int64_t>(1, busy_warps * 32 / width), resident = (busy + most - 1) / most;
     int64_t teams = (busy + resident - 1) / resident;
     segments = cut(shape, teams * resident, turn_rows);
-    // Little work: rather more multiprocessors than more teams in each.
-    teams = std::clamp<int64_t>(segments.blocks() / device_attribute(cudaDevAttrMultiProcessorCount), 1, teams);
+    // Little work: rather more multiprocessors than more teams in each, and no second wave of blocks.
+    const int64_t places = resident * device_attribute(cudaDevAttrMultiProcessorCount);
+    teams = std::clamp<int64_t>((segments.blocks() + places - 1) / places, 1, teams);
     stages = stages_that_fit(teams * stage_bytes, most_stages, static_cast<int>(resident));
     bytes = static_cast<int>(stages * teams * stage_bytes);
     threads = dim3(static_cast<unsigned>(width), static_cast<unsigned>(teams));

@@ -97,6 +97,13 @@ def test_frozen_operands_leave_the_others_exact(frozen, rows):
     check(inputs)
 
 
+@pytest.mark.parametrize(
+    ("batch", "tokens", "rows", "width"), [(3, 2999, 1, 5120), (2, 9001, 1, 1536), (2, 6000, 40, 2432)]
+)
+def test_no_row_is_left_out_where_blocks_take_many_turns(batch, tokens, rows, width):
+    check(make_inputs(batch, tokens, width, (rows,) * 3))
+
+
 @pytest.mark.parametrize("output", [0, 1])
 @pytest.mark.parametrize("gate", [1, 40, None])
 def test_one_of_the_outputs_may_have_no_gradient(output, gate):

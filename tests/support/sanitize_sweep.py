@@ -7,14 +7,15 @@ import torch
 from adaptiveload_hf.adaln import ops
 
 S = 12
+MANY = 1100  # rows enough for every block to go through its ring more than once
 
 
 def modulation(rows, width, dtype):
     return torch.randn(2, rows, 6, width, device="cuda").to(dtype).unbind(2)[:3]
 
 
-def activation(width, dtype):
-    return torch.randn(2, S, width, device="cuda").to(dtype).requires_grad_()
+def activation(tokens, width, dtype):
+    return torch.randn(2, tokens, width, device="cuda").to(dtype).requires_grad_()
 
 
 def run(op, *operands, **options):
@@ -24,8 +25,8 @@ def run(op, *operands, **options):
     torch.autograd.grad(outputs, leaves, [torch.randn_like(output) for output in outputs])
 
 
-def run_all(width, rows, dtype):
-    x, y = activation(width, dtype), activation(width, dtype)
+def run_all(width, rows, dtype, tokens=S):
+    x, y = activation(tokens, width, dtype), activation(tokens, width, dtype)
     scale, shift, gate = modulation(rows, width, torch.float32)
     column = torch.randn(width, device="cuda").requires_grad_()
     run("layer_norm_modulate", x, scale, shift, out_dtype=dtype)
@@ -37,7 +38,7 @@ def run_all(width, rows, dtype):
     dtypes = {"residual_dtype": dtype, "out_dtype": dtype}
     run("gate_residual_layer_norm_modulate", x, y, gate, scale, shift, **dtypes)
     if width % 32 == 0:
-        angles = torch.randn(1, S, 1, width // 4, device="cuda")
+        angles = torch.randn(1, tokens, 1, width // 4, device="cuda")
         weight = torch.randn(width, device="cuda").requires_grad_()
         ops.rms_norm_rope(x, weight, angles.cos(), angles.sin(), heads=4).sum().backward()
 
@@ -47,5 +48,6 @@ if __name__ == "__main__":
         raise SystemExit(f"sanitize_sweep: the extension is missing: {reason}")
     for case in itertools.product((33, 1536, 5120), (1, 4, S), (torch.bfloat16, torch.float32)):
         run_all(*case)
+    run_all(5120, 1, torch.bfloat16, MANY)
     torch.cuda.synchronize()
     print(f"ran {', '.join(sorted(ops.OPS))}")
