@@ -37,32 +37,20 @@ def liger_rms_norm(x, scale, shift):
 
 
 def cudnn_norm(x, scale, shift):
-    gain, offset = (t.detach().contiguous().requires_grad_() for t in (1 + scale, shift))
-    return lambda: _CudnnNorm.apply(x, gain, offset), [x, gain, offset]
+    """Forward only, see kernel_speed.py."""
+    x, gain, offset = x.detach(), *(t.detach().contiguous() for t in (1 + scale, shift))
+    graph, ids = _cudnn_forward(tuple(x.shape), gain.dtype)
 
-
-_LIGER = {"layer_norm_modulate": liger_layer_norm, "rms_norm_modulate": liger_rms_norm}
-
-
-class _CudnnNorm(torch.autograd.Function):
-    """Adaptive layer norm through cuDNN's graphs, which are built once a shape."""
-
-    @staticmethod
-    def forward(ctx, x, gain, offset):
-        graph, ids = _cudnn_forward(tuple(x.shape), gain.dtype)
+    def call():
         out = torch.empty_like(x)
         mean, rstd = (x.new_empty((*x.shape[:2], 1), dtype=torch.float32) for _ in range(2))
         _execute(graph, ids, (x, gain, offset, torch.full((1, 1, 1), EPS), out, mean, rstd))
-        ctx.save_for_backward(x, gain, mean, rstd)
         return out
 
-    @staticmethod
-    def backward(ctx, grad):
-        x, gain, mean, rstd = ctx.saved_tensors
-        graph, ids = _cudnn_backward(tuple(x.shape), gain.dtype)
-        gradients = torch.empty_like(x), torch.empty_like(gain), torch.empty_like(gain)
-        _execute(graph, ids, (grad, x, gain, mean, rstd, *gradients))
-        return gradients
+    return call, []
+
+
+_LIGER = {"layer_norm_modulate": liger_layer_norm, "rms_norm_modulate": liger_rms_norm}
 
 
 @functools.cache
@@ -111,25 +99,10 @@ def _cudnn_forward(shape, dtype):
     return _build(graph, (x, gain, offset, eps, *outputs))
 
 
-@functools.cache
-def _cudnn_backward(shape, dtype):
-    graph, column = _new_graph(), (*shape[:2], 1)
-    grad, x = _tensor(graph, "grad", shape, torch.bfloat16), _tensor(graph, "x", shape, torch.bfloat16)
-    gain = _tensor(graph, "gain", (shape[0], 1, shape[2]), dtype)
-    mean, rstd = _tensor(graph, "mean", column, torch.float32), _tensor(graph, "rstd", column, torch.float32)
-    found = graph.adalayernorm_backward(
-        name="norm_backward", grad=grad, input=x, scale=gain, mean=mean, inv_variance=rstd
-    )
-    outputs = (_wanted(t, kind) for t, kind in zip(found, (torch.bfloat16, dtype, dtype)))
-    return _build(graph, (grad, x, gain, mean, rstd, *outputs))
-
-
 def _execute(graph, tensors, buffers):
     import cudnn
 
     device = buffers[0].device
-    if not torch.cuda.is_current_stream_capturing():
-        torch.zeros(1, device=device)  # autograd's thread has no CUDA context before torch's first launch in it
     workspace = torch.empty(graph.get_workspace_size(), device=device, dtype=torch.uint8)
     cudnn.set_stream(handle=_handle(), stream=torch.cuda.current_stream(device).cuda_stream)
     graph.execute(dict(zip(tensors, buffers)), workspace, handle=_handle())

@@ -32,7 +32,7 @@ import torch._functorch.config
 import torch._inductor.config
 from kernel_cases import CASES, QUICK_CASES, SMALL_CASES, Case, contenders
 from kernel_report import COLUMNS, DIRECTIONS, draw, print_markdown, print_table
-from kernel_timing import Measured, copy_bandwidth, differentiate, host_microseconds, measure, prepare
+from kernel_timing import Measured, copy_bandwidth, differentiate, host_microseconds, measure, prepare, reserve
 
 from adaptiveload_hf import UserError
 from adaptiveload_hf.adaln import ops
@@ -41,6 +41,7 @@ from adaptiveload_hf.errors import exit_on_user_error
 # A backward call is repeated on one forward call, which compiled code that reuses its buffers does not allow.
 torch._functorch.config.donated_buffer = False
 OURS_AND_EAGER = ("CUDA", "Triton", "eager")
+RESERVED_GIB, QUICK_RESERVED_GIB, CUDNN_RESERVED_GIB = 16, 3, 6  # for tensors, and again for graphs
 CUDNN_SECONDS = 20  # for one case, the first with the start of its process
 _STARTED = time.monotonic()
 
@@ -92,7 +93,7 @@ def add_column(row: dict, name: str, measured: Measured, bandwidth: float):
 def add_cudnn(cases, bandwidth: float, rows: list[dict], save):
     """cuDNN's column, from a process of its own: its front end has been seen to abort and to hang.
 
-    Forward alone: making the plan for backward did not end within 14 s on an H200 (front end 1.14.1, cuDNN 9.19).
+    Forward alone: making the plan for backward did not end within 35 s on an H200 (front end 1.14.1, cuDNN 9.19).
     """
     cases = [case for case in cases if "cuDNN" in contenders(case)]
     context = get_context("spawn")
@@ -117,6 +118,7 @@ def add_cudnn(cases, bandwidth: float, rows: list[dict], save):
 
 
 def _measure_cudnn(cases, answers):
+    reserve(CUDNN_RESERVED_GIB)
     for case in cases:
         try:
             answers.put(measure(case, contenders(case)["cuDNN"], directions=1))
@@ -140,8 +142,8 @@ def measure_host() -> list[dict]:
 
 def compile_ahead(tasks):
     """Fill the caches of Triton and Inductor in several processes: one after the other it would take minutes."""
-    memory_gib = torch.cuda.get_device_properties(0).total_memory >> 30
-    workers = max(1, min(len(os.sched_getaffinity(0)) - 2, memory_gib // 9))  # a case needs up to 8 GiB
+    free_gib = torch.cuda.mem_get_info()[0] >> 30
+    workers = max(1, min(len(os.sched_getaffinity(0)) - 2, free_gib // 9))  # a case needs up to 8 GiB
     say(f"compiling for {len(tasks)} measurements in {workers} processes")
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # of the processes started here
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
@@ -194,6 +196,7 @@ def measure_all(quick: bool, output: Path | None) -> dict:
     cases, names = (QUICK_CASES, OURS_AND_EAGER) if quick else (CASES, COLUMNS)
     compiled = [name for name in ("torch.compile", "Triton", "liger") if name in names]  # what takes longest first
     small_cases = () if quick else SMALL_CASES
+    reserve(QUICK_RESERVED_GIB if quick else RESERVED_GIB)
     compile_ahead([(c, name) for name in compiled for c in cases] + [(c, "Triton") for c in small_cases])
     bandwidth = copy_bandwidth()
     result = {
