@@ -1,9 +1,10 @@
-"""How are queries and keys of Wan's and SD3's attention projected, normalised and turned in few passes?"""
+"""How are queries and keys of Wan, SD3 and HunyuanVideo projected, normalised and turned in few passes?"""
 
 import functools
 from collections.abc import Callable
 
 from diffusers.models.attention_processor import JointAttnProcessor2_0
+from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor, nn
 
@@ -18,8 +19,8 @@ from .source import LeftEager, running_source
 # Animate's, ChronoEdit's, SkyReels V2's. All norm queries and keys over all heads together, then turn them.
 TESTED_PROCESSORS = {"13c09feedcfe814a", "a000dc173c7fbf59", "be927e58ea7fba80"}
 
-# That of SD3's, which norms each head by itself.
-TESTED_JOINT_PROCESSORS = {"392b6bf56c8505d1"}
+# Those of SD3 and HunyuanVideo, which norm each head by itself.
+TESTED_JOINT_PROCESSORS = {JointAttnProcessor2_0: "392b6bf56c8505d1", HunyuanVideoAttnProcessor2_0: "9d2e9a44e1dc2bf7"}
 
 _OPS_OF = {backend: FusedOps(*arguments, frozenset(OPS)) for backend, arguments in BACKENDS.items()}
 
@@ -27,9 +28,9 @@ _OPS_OF = {backend: FusedOps(*arguments, frozenset(OPS)) for backend, arguments 
 class AdaptiveLoadAttnProcessor:
     """Wan's attention with the RMS norm and the rotary embedding of queries and keys as one op, `rms_norm_rope`.
 
-    Projections of one tensor, and those with LoRA, are one operation, see `projections.project`. Everything else
-    (image keys, the attention backend) is done by a processor of diffusers, which this one wraps. It also norms and
-    turns where the op does not apply: in cross-attention, with other norms or hooks on them, with mixed dtypes.
+    Projections with LoRA are one operation, see `projections.project`. Everything else (image keys, the attention
+    backend) is done by a processor of diffusers, which this one wraps. It also norms and turns where the op does not
+    apply: in cross-attention, with other norms or hooks on them, with mixed dtypes.
 
     Args:
         stock: the processor to wrap, by default a new WanAttnProcessor. Its attention backend and parallel
@@ -41,6 +42,7 @@ class AdaptiveLoadAttnProcessor:
     """
 
     installed_by_patch = False
+    _families = "Wan, ChronoEdit or SkyReels V2"
 
     def __init__(self, stock: object | None = None, *, backend: str = "auto"):
         if backend not in BACKENDS:
@@ -48,8 +50,8 @@ class AdaptiveLoadAttnProcessor:
         stock = WanAttnProcessor() if stock is None else stock
         if not self._can_wrap(stock):
             raise UserError(
-                "expected an attention processor of Wan, ChronoEdit or SkyReels V2 as in a diffusers that the tests "
-                f"cover, found {type(stock).__module__}.{type(stock).__qualname__}. Keep that processor."
+                f"expected an attention processor of {self._families} as in a diffusers that the tests cover, found "
+                f"{type(stock).__module__}.{type(stock).__qualname__}. Keep that processor."
             )
         self.stock = stock
         self.backend = backend
@@ -95,8 +97,10 @@ class AdaptiveLoadAttnProcessor:
 
 
 class AdaptiveLoadJointAttnProcessor(AdaptiveLoadAttnProcessor):
-    """SD3's attention with the RMS norms of queries and keys, each head by itself, as `rms_norm_modulate`, and the
-    projections of one tensor together. `patch_model` wraps JointAttnProcessor2_0 in it."""
+    """SD3's and HunyuanVideo's attention with the RMS norms of queries and keys, each head by itself, as
+    `rms_norm_modulate`, and projections with LoRA as one operation. `patch_model` wraps their processors in it."""
+
+    _families = "SD3 or HunyuanVideo"
 
     def __call__(
         self,
@@ -104,19 +108,21 @@ class AdaptiveLoadJointAttnProcessor(AdaptiveLoadAttnProcessor):
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        *args,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,  # named, or diffusers' attention would not pass it on
         **kwargs,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """What the stock processor returns, up to rounding."""
         if type(self.stock).__call__ is self._tested_call:
             attn = _FusedAttention(attn, functools.partial(_norm_heads, _OPS_OF[self.backend]), _PROJECTED_TOGETHER)
-        return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, *args, **kwargs)
+        if image_rotary_emb is not None:
+            kwargs["image_rotary_emb"] = image_rotary_emb
+        return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, **kwargs)
 
     def _can_wrap(self, stock: object) -> bool:
-        return type(stock) is JointAttnProcessor2_0
+        return _is_joint(stock)
 
 
-# Which other projections of the same tensor are made with the first that a processor asks for.
+# Which other projections of the same tensor are made with the first that a processor asks for, if they have LoRA.
 _PROJECTED_TOGETHER = {"to_q": ("to_k", "to_v"), "add_q_proj": ("add_k_proj", "add_v_proj")}
 
 
@@ -170,12 +176,13 @@ def _turning(ops: FusedOps, rotary_emb: tuple[Tensor, Tensor], heads: int) -> Ca
 
 
 def _norm_heads(ops: FusedOps, norm: nn.Module, x: Tensor) -> Tensor:
-    """norm(x) for x [B, heads, S, D / heads] that is [B, S, heads, D / heads] in memory."""
+    """norm(x) over the last dimension, for x [B, S, heads, D / heads] or a transposed view of such."""
     if x.ndim == 4 and NORM_OPS.get(type(norm)) == "rms_norm_modulate":
-        heads = x.transpose(1, 2)
+        heads = x if x.is_contiguous() else x.transpose(1, 2)
         rows = heads.reshape(1, -1, x.shape[-1])
         if ops.can_modulate(norm, rows, None, None):
-            return ops.modulate(norm, rows, None, None).view(heads.shape).transpose(1, 2)
+            normed = ops.modulate(norm, rows, None, None).view(heads.shape)
+            return normed if heads is x else normed.transpose(1, 2)
     return norm(x)
 
 
@@ -191,10 +198,13 @@ def op_of(module: nn.Module) -> str | None:
     if isinstance(default, type) and _digest(default.__call__) in TESTED_PROCESSORS:
         return "rms_norm_rope"
     processor = getattr(module, "processor", None)
-    joint = (
-        type(processor) is JointAttnProcessor2_0 and _digest(JointAttnProcessor2_0.__call__) in TESTED_JOINT_PROCESSORS
-    )
-    return "rms_norm_modulate" if joint or type(processor) is AdaptiveLoadJointAttnProcessor else None
+    joint = _is_joint(processor) or type(processor) is AdaptiveLoadJointAttnProcessor
+    return "rms_norm_modulate" if joint else None
+
+
+def _is_joint(processor: object) -> bool:
+    cls = type(processor)
+    return cls in TESTED_JOINT_PROCESSORS and _digest(cls.__call__) == TESTED_JOINT_PROCESSORS[cls]
 
 
 @functools.cache
@@ -210,7 +220,7 @@ def install(module: nn.Module, backend: str) -> str | None:
     processor = module.processor
     if isinstance(processor, AdaptiveLoadAttnProcessor):
         return None
-    joint = type(processor) is JointAttnProcessor2_0
+    joint = _is_joint(processor)
     if not joint and not is_stock(processor):
         return f"its attention processor is {type(processor).__qualname__}, not the stock one"
     wrapper = (AdaptiveLoadJointAttnProcessor if joint else AdaptiveLoadAttnProcessor)(processor, backend=backend)

@@ -1,16 +1,18 @@
-"""Does SD3's attention give the same with the norms of its heads fused, and is what is not plain left alone?"""
+"""Do SD3's and HunyuanVideo's attention give the same with the norms of their heads fused, and is the rest left?"""
 
 import copy
+import inspect
 
 import pytest
 import torch
 from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
-from diffusers.models.normalization import RMSNorm
+from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
+from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0
 from peft import LoraConfig
 from support.tiny_models import output_and_gradients, relative_error, tiny_inputs, tiny_model
 from torch import nn
 
-from adaptiveload_hf import patch_model, unpatch_model
+from adaptiveload_hf import UserError, patch_model, unpatch_model
 from adaptiveload_hf.adaln import attention, ops
 from adaptiveload_hf.adaln.attention import TESTED_JOINT_PROCESSORS, AdaptiveLoadJointAttnProcessor
 from adaptiveload_hf.adaln.source import running_source
@@ -28,23 +30,27 @@ def fused_calls(monkeypatch):
     return calls
 
 
-def make_attention(dtype=torch.float32, **options):
+def make_attention(dtype=torch.float32, processor=JointAttnProcessor2_0, **options):
     torch.manual_seed(0)
     options = {"qk_norm": "rms_norm", "eps": 1e-6, "context_pre_only": False, **options}
     sizes = {"query_dim": WIDTH, "heads": HEADS, "dim_head": HEAD_WIDTH, "out_dim": WIDTH, "bias": True}
-    attn = Attention(added_kv_proj_dim=WIDTH, processor=JointAttnProcessor2_0(), **sizes, **options)
+    attn = Attention(processor=processor(), **sizes, **{"added_kv_proj_dim": WIDTH, **options})
     with torch.no_grad():
         for parameter in attn.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
     return attn.to(dtype)
 
 
-def run(attn, dtype=torch.float32, text=True):
+def run(attn, dtype=torch.float32, text=True, turned=False):
     """The outputs, and the gradients of both inputs and of every parameter."""
     generator = torch.Generator().manual_seed(1)
     place = attn.to_q.weight.device
     x, y = (torch.randn(2, n, WIDTH, generator=generator).to(place, dtype).requires_grad_() for n in (TOKENS, TEXT))
-    outputs = attn(x, encoder_hidden_states=y if text else None)
+    rotation = {}
+    if "image_rotary_emb" in inspect.signature(attn.processor.__call__).parameters and turned:
+        angles = torch.rand(TOKENS, HEAD_WIDTH // 2, generator=generator).repeat_interleave(2, dim=-1).to(place)
+        rotation = {"image_rotary_emb": (angles.cos(), angles.sin())}
+    outputs = attn(x, encoder_hidden_states=y if text else None, **rotation)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     weights = [torch.linspace(-1, 1, out.numel()).view(out.shape).to(out) for out in outputs]
     leaves = {"x": x, "y": y, **dict(attn.named_parameters())}
@@ -68,6 +74,19 @@ def test_outputs_and_all_gradients_equal_the_stock_ones(options, text, fused_cal
     assert attention.install(attn, "auto") is None
     assert_close(run(attn, text=text), expected)
     assert len(fused_calls) == (0 if "qk_norm" in options else 4 if text else 2)
+
+
+SINGLE = {"added_kv_proj_dim": None, "context_pre_only": None, "pre_only": True}
+
+
+@pytest.mark.parametrize("options", [{}, SINGLE], ids=["double block", "single block"])
+def test_hunyuan_videos_outputs_and_gradients_equal_the_stock_ones(options, fused_calls):
+    attn = make_attention(processor=HunyuanVideoAttnProcessor2_0, **options)
+    expected = run(attn, turned=True)
+    assert attention.op_of(attn) == "rms_norm_modulate"
+    assert attention.install(attn, "auto") is None
+    assert_close(run(attn, turned=True), expected)
+    assert len(fused_calls) == (2 if options else 4)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -145,8 +164,14 @@ def test_it_compiles_to_one_graph_with_the_op_in_it():
     assert_close(run(attn), expected)
 
 
-def test_the_tested_processor_is_the_installed_one():
-    """A new diffusers may change it: look at the change, then put the new digest into the table."""
-    assert running_source(JointAttnProcessor2_0.__call__).digest in TESTED_JOINT_PROCESSORS
-    assert isinstance(make_attention().norm_q, RMSNorm)
-    assert issubclass(AdaptiveLoadJointAttnProcessor, attention.AdaptiveLoadAttnProcessor)
+def test_the_tested_processors_are_the_installed_ones():
+    """A new diffusers may change them: look at the change, then put the new digest into the table."""
+    assert {cls: running_source(cls.__call__).digest for cls in TESTED_JOINT_PROCESSORS} == TESTED_JOINT_PROCESSORS
+
+
+def test_another_processor_cannot_be_wrapped():
+    with pytest.raises(
+        UserError,
+        match=r"of SD3 or HunyuanVideo as .*found diffusers\S*\.HunyuanVideo15AttnProcessor2_0\. Keep that processor",
+    ):
+        AdaptiveLoadJointAttnProcessor(HunyuanVideo15AttnProcessor2_0())
