@@ -20,6 +20,9 @@ from .source import LeftEager, running_source
 TESTED_LORA = {"ec0a80f5c5ce05f5"}
 
 
+_LINEAR_FORWARD = nn.Linear.forward  # another library may put its own in place of it later
+
+
 class _Projection(NamedTuple):
     """Weight [N, D], bias [N]; LoRA's A [r, D] and B [N, r], and its scaling."""
 
@@ -107,7 +110,13 @@ def _in_fours(values) -> list:
 
 
 def _is_plain(x: Tensor) -> bool:
-    if type(x) is not Tensor or x.ndim < 2 or torch.compiler.is_compiling() or is_transformed():
+    if (
+        type(x) is not Tensor
+        or x.ndim < 2
+        or nn.Linear.forward is not _LINEAR_FORWARD
+        or torch.compiler.is_compiling()
+        or is_transformed()
+    ):
         return False
     device = "cuda" if x.is_cuda else x.device.type
     cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != x.dtype
