@@ -4,13 +4,18 @@ import json
 import os
 import re
 import shutil
+import socket
 import sys
+import time
+import uuid
 from pathlib import Path
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, broadcast_object_list
+from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 
 from adaptiveload_hf import UserError
+
+WAITS_FOR_STORAGE = 10  # of a second each
 
 
 def checkpoints_in(output_dir: Path) -> dict[int, Path]:
@@ -49,10 +54,51 @@ def find_checkpoint(accelerator: Accelerator, output_dir: Path, wanted: str | No
                 )
             found[0] = str(path)
     broadcast_object_list(found)
-    if found[0] is None:
-        return None
-    _check_kind(accelerator, Path(found[0]))
-    return Path(found[0])
+    checkpoint = None if found[0] is None else Path(found[0])
+    _check_shared(accelerator, output_dir, checkpoint)
+    if checkpoint is not None:
+        _check_kind(accelerator, checkpoint)
+    return checkpoint
+
+
+def _check_shared(accelerator: Accelerator, output_dir: Path, checkpoint: Path | None) -> None:
+    """Sharded checkpoints are written by all ranks into one folder: refuses folders of their own.
+
+    Raises:
+        UserError: on all ranks, with what each machine sees.
+    """
+    if accelerator.num_processes == 1:
+        return
+    token = [f".seen-by-all-{uuid.uuid4().hex}"]
+    broadcast_object_list(token)
+    mark = output_dir / token[0]
+    if accelerator.is_main_process:
+        mark.touch()
+    accelerator.wait_for_everyone()
+    sees = _appears(mark) and (checkpoint is None or checkpoint.is_dir())
+    present = ", ".join(path.name for path in checkpoints_in(output_dir).values()) or "no checkpoint"
+    machines = gather_object([(socket.gethostname(), accelerator.process_index, sees, f"{output_dir}: {present}")])
+    if accelerator.is_main_process:
+        mark.unlink()
+    if not all(seen for _, _, seen, _ in machines):
+        lines = [
+            f"rank {rank} on {host} {'sees' if seen else 'does not see'} what rank 0 wrote; it finds {found}"
+            for host, rank, seen, found in machines
+        ]
+        raise UserError(
+            "all ranks must write into one folder, or none could go on from its part of a checkpoint, but:\n  "
+            + "\n  ".join(lines)
+            + "\nGive an --output_dir (and checkpoint) on storage that all machines share."
+        )
+
+
+def _appears(path: Path) -> bool:
+    """Whether a file is there within some seconds: network file systems may show it late."""
+    for _ in range(WAITS_FOR_STORAGE):
+        if path.exists():
+            return True
+        time.sleep(1)
+    return path.exists()
 
 
 def _check_kind(accelerator: Accelerator, checkpoint: Path) -> None:

@@ -1,5 +1,6 @@
 """Do runs on two FSDP2 ranks train, die together with the reason, and go on bit for bit, also on other ranks?"""
 
+import re
 import shutil
 import signal
 import subprocess
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from diffusers import WanTransformer3DModel
+from support.accelerators import free_port
 from support.launch import ROOT, command_of, environment_of, launch
 from support.prepared import save_config, save_prepared
 from support.train_ranks import COUNTS, arguments, metrics_of, timeless, train_here, train_on_ranks
@@ -119,6 +121,35 @@ def test_a_bad_latent_on_one_rank_ends_all_ranks_and_names_the_sample(setup, tmp
     assert time.monotonic() - begin < 120
     reasons = "".join((tmp_path / str(rank)).read_text() for rank in range(2) if (tmp_path / str(rank)).exists())
     assert "latent of sample 30 (30.mp4) has NaN or infinite values" in reasons
+
+
+def test_ranks_that_do_not_share_their_folder_end_with_what_each_of_them_sees(setup, tmp_path):
+    """As on two machines without shared storage: one would resume, the other start afresh."""
+    (tmp_path / "run0" / "checkpoint-4").mkdir(parents=True)
+    words = arguments(setup, tmp_path / "run", *LATEST)
+    with pytest.raises(ProcessExitedException, match="exit code 1"):
+        train_on_ranks(2, words, OWN_FOLDERS=str(tmp_path / "run"), ERRORS=str(tmp_path))
+    reason = (tmp_path / "0").read_text()
+    assert re.search(r"rank 0 on \S+ sees what rank 0 wrote; it finds \S+run0: checkpoint-4", reason)
+    assert re.search(r"rank 1 on \S+ does not see what rank 0 wrote; it finds \S+run1: no checkpoint", reason)
+    assert not list((tmp_path / "run0").glob(".seen*"))
+
+
+@pytest.mark.slow
+def test_two_launchers_on_one_loopback_train_as_two_machines_do(undisturbed, setup, tmp_path):
+    """Their ranks meet at a fixed port. With port 0 each would open its own, and neither say a word for minutes."""
+    port = free_port()
+    options = ["--num_machines", "2", "--num_processes", "2", "--main_process_ip", "127.0.0.1"]
+    launchers = []
+    for machine in range(2):
+        command = command_of(RECIPE, *arguments(setup, tmp_path))
+        at = command.index("--main_process_port")
+        command[at : at + 2] = [*options, "--main_process_port", str(port), "--machine_rank", str(machine)]
+        launchers.append(subprocess.Popen(command, cwd=ROOT, env=environment_of(), stderr=subprocess.PIPE, text=True))
+    for launcher in launchers:
+        _, said = launcher.communicate(timeout=240)
+        assert launcher.returncode == 0, said
+    assert timeless(metrics_of(tmp_path)) == timeless(undisturbed.metrics)
 
 
 @pytest.mark.slow

@@ -56,7 +56,8 @@ def train_on_ranks(
     """The whole recipe on `world_size` ranks with this command line.
 
     kill_at, terminate_at: the micro-step, from 1, at which the last rank gets SIGKILL or SIGTERM.
-    environment: of the ranks; ERRORS is a folder in which each rank writes why it ends, as under a launcher.
+    environment: of the ranks; ERRORS is a folder in which each rank writes why it ends, as under a launcher, and
+        OWN_FOLDERS the output_dir that each extends by its rank, as on machines without shared storage.
     """
     signals = {kill_at: signal.SIGKILL, terminate_at: signal.SIGTERM}
     moments = [[step, number] for step, number in signals.items() if step]
@@ -89,6 +90,8 @@ def _run_rank(words: list[str], moments: list) -> None:
 
     if "ERRORS" in os.environ:
         os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.join(os.environ["ERRORS"], os.environ["RANK"])
+    if "OWN_FOLDERS" in os.environ:
+        words = [word + os.environ["RANK"] if word == os.environ["OWN_FOLDERS"] else word for word in words]
     if moments and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
         train_wan.run_micro_step = _interrupted(train_wan.run_micro_step, dict(moments))
     sys.argv = ["train_wan.py", *words]
