@@ -11,7 +11,10 @@ from support.worlds import on_ranks
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 COUNTS = {"1x4x4": 17, "1x4x8": 9, "2x4x8": 8, "5x4x8": 14}
-TIMES = {"seconds", "samples_per_second", "tokens_per_second", "data_wait_seconds"}
+TIMES = {
+    *("seconds", "samples_per_second", "tokens_per_second", "data_wait_seconds", "achieved_efficiency"),
+    *("measured_balance_efficiency", "peak_reserved_gib", "findings"),
+}
 
 
 def arguments(setup, output_dir, *extra, preflight=False, **changed) -> list[str]:
