@@ -32,12 +32,15 @@ def stop_requests(output_dir: Path):
 
 
 def resume_command(**changed: list[str]) -> str:
-    """This process's own command, resuming from the latest checkpoint, with the options in `changed` instead."""
+    """This process's own command, resuming from the latest checkpoint, with the options in `changed` instead.
+
+    A token is left out, for the command is printed.
+    """
     changed = {"resume_from_checkpoint": ["latest"], **changed}
     words, dropping = [], False
     for word in sys.argv:
         if word.startswith("--"):
-            dropping = word[2:].partition("=")[0] in changed
+            dropping = word[2:].partition("=")[0] in {*changed, "hub_token"}
         if not dropping:
             words.append(word)
     for name, values in changed.items():

@@ -25,6 +25,7 @@ from model_setup import (
     refuse_unsafe_sharding,
     save_transformer,
 )
+from publishing import add_hub_arguments, find_repository, publish
 from random_batches import column_sizes, try_buckets
 from training_arguments import (
     add_flow_arguments,
@@ -33,7 +34,7 @@ from training_arguments import (
     add_scheduler_arguments,
     add_validation_arguments,
 )
-from training_loop import run_micro_step, run_steps, say_start
+from training_loop import init_trackers, run_micro_step, run_steps, say_start
 from validation import make_held_out_loss
 from validation_videos import check_validation, encode_prompts, make_validation_videos
 from wan_training import (
@@ -63,6 +64,7 @@ def parse_args(argv=None) -> argparse.Namespace:
         add_scheduler_arguments,
         add_run_arguments,
         add_validation_arguments,
+        add_hub_arguments,
     ):
         add_arguments(parser)
     return parser.parse_args(argv)
@@ -92,13 +94,13 @@ def train(accelerator, args):
     variant = choose_variant(args)
     transformer_config = load_transformer_config(MODEL_CLASS, args, variant.subfolder)
     flow = make_flow_matching(args, variant.bounds, args.first_frame_given)
-    dataset = load_prepared(args.dataset)
-    held_out = load_prepared(args.validation_dataset) if args.validation_dataset else None
-    for samples in (dataset, held_out) if held_out else (dataset,):
-        check_dataset(samples, transformer_config)
+    dataset, held_out = load_checked(args.dataset, transformer_config), None
+    if args.validation_dataset:
+        held_out = load_checked(args.validation_dataset, transformer_config)
     check_validation(args, variant, transformer_config)
     statistics = latent_statistics(args, dataset)
     drop_captions = make_caption_dropout(args.proportion_empty_prompts, args.dataset, args.seed)
+    repository = find_repository(accelerator, args)
     bucket_config = BucketConfig.from_pretrained(bucket_config_for(accelerator, args, dataset))
     loader, total_steps = make_loader(accelerator, args, dataset, bucket_config, checkpoint)
 
@@ -107,11 +109,11 @@ def train(accelerator, args):
     model, optimizer, scheduler = prepare_training(accelerator, args, transformer, total_steps)
     if checkpoint is not None:
         accelerator.load_state(str(checkpoint))
+    model_facts, environment = describe_run(accelerator, args, MODEL_CLASS, transformer_config)
     if accelerator.is_main_process:
-        model_facts, environment = describe_run(accelerator, args, MODEL_CLASS, transformer_config)
         say_start(args, loader, scheduler, bucket_config.check_environment(environment, model_facts), total_steps)
         keep_metrics_until(output_dir / "metrics.jsonl", loader.global_step)
-    accelerator.init_trackers("train_wan", config={name: str(value) for name, value in vars(args).items()})
+    init_trackers(accelerator, "train_wan", args)
 
     predict = make_predict(accelerator, model, variant, args.first_frame_given)
 
@@ -140,6 +142,14 @@ def train(accelerator, args):
         save_lora(accelerator, model, PIPELINE_CLASS, output_dir)
     else:
         save_transformer(accelerator, model, output_dir / variant.subfolder)
+    if accelerator.is_main_process:
+        publish(args, repository, loader, PIPELINE_CLASS, MODEL_CLASS, variant.subfolder, environment)
+
+
+def load_checked(folder, transformer_config):
+    dataset = load_prepared(folder)
+    check_dataset(dataset, transformer_config)
+    return dataset
 
 
 if __name__ == "__main__":

@@ -156,6 +156,12 @@ def _write(accelerator: Accelerator, output_dir: Path, metrics: dict, status: st
     bar.update()
 
 
+def init_trackers(accelerator: Accelerator, name: str, args) -> None:
+    """Starts the tracker with the run's arguments, as text, for some refuse lists and None; a token is kept out."""
+    config = {key: str(value) for key, value in vars(args).items() if not key.endswith("token")}
+    accelerator.init_trackers(name, config=config)
+
+
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 

@@ -146,7 +146,10 @@ def test_out_of_memory_names_rank_bucket_and_sizes_and_a_command_that_goes_on(se
 
 
 def test_a_resume_command_replaces_options_and_keeps_the_others(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["train_wan.py", "--a", "1", "--batch_sizes", "x=1", "y=2", "--b", "two words"])
+    monkeypatch.setattr(
+        "sys.argv",
+        ["train_wan.py", "--a", "1", "--batch_sizes", "x=1", "y=2", "--hub_token", "hf_secret", "--b", "two words"],
+    )
     command = resume_command(batch_sizes=["z=3"])
     assert command.endswith("train_wan.py --a 1 --b 'two words' --resume_from_checkpoint latest --batch_sizes z=3")
 

@@ -1,0 +1,73 @@
+"""Does a finished run reach the Hub with a card that the Hub takes, and lose nothing where it does not?"""
+
+from types import SimpleNamespace
+
+import pytest
+from support.hub_server import OWNER, READ_TOKEN, WRITE_TOKEN, visited_hub
+from support.prepared import save_config, save_prepared
+from support.train_ranks import COUNTS, train_here
+
+from adaptiveload_hf import UserError
+
+
+@pytest.fixture(scope="module")
+def setup(small_pipeline, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("publishing")
+    return SimpleNamespace(
+        pipeline=small_pipeline,
+        dataset=save_prepared(folder / "prepared", COUNTS),
+        config=save_config(folder / "config", COUNTS),
+    )
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    with visited_hub(monkeypatch, tmp_path) as hub:
+        yield hub
+
+
+def push(setup, run, *extra, token=WRITE_TOKEN, **changed):
+    options = {"max_train_steps": 2, "checkpointing_steps": 1, **changed}
+    return train_here(setup, run, "--push_to_hub", "--hub_token", token, *extra, **options)
+
+
+def test_result_and_card_reach_the_hub_and_neither_checkpoints_nor_local_paths_do(setup, hub, tmp_path, capsys):
+    run = tmp_path / "cats"
+    push(setup, run, report_to="tensorboard")
+    files = hub.files(f"{OWNER}/cats")
+    weights = {"transformer/config.json", "transformer/diffusion_pytorch_model.safetensors"}
+    assert set(files) == {"README.md", *weights}
+    card = files["README.md"].decode()
+    assert "library_name: diffusers" in card and "base_model" not in card
+    assert f'from_pretrained("{OWNER}/cats", subfolder="transformer"' in card
+    assert "| 5x4x8 | 14 |" in card
+    assert str(tmp_path) not in card and str(setup.pipeline) not in card
+    assert f"{hub.url}/{OWNER}/cats/commit/" in capsys.readouterr().out
+    logged = b"".join(path.read_bytes() for path in run.rglob("events.out.tfevents*"))
+    assert b"hub_model_id" in logged and WRITE_TOKEN.encode() not in logged
+
+
+def test_a_lora_is_pushed_alone_with_how_to_load_it(setup, hub, tmp_path):
+    push(setup, tmp_path / "run", "--rank", 2, "--hub_model_id", f"{OWNER}/lora")
+    files = hub.files(f"{OWNER}/lora")
+    assert set(files) == {"README.md", "pytorch_lora_weights.safetensors"}
+    assert f'pipe.load_lora_weights("{OWNER}/lora")' in files["README.md"].decode()
+
+
+def test_a_push_that_is_refused_in_the_end_leaves_everything_saved_and_the_command_for_later(setup, hub, tmp_path):
+    run = tmp_path / "run"
+    with pytest.raises(UserError, match=r"hf upload .*run.* --include README.md .*transformer/\*"):
+        push(setup, run, token=READ_TOKEN)
+    assert (run / "README.md").exists()
+    assert (run / "transformer" / "diffusion_pytorch_model.safetensors").exists()
+
+
+def test_who_is_not_logged_in_learns_it_before_the_training(setup, hub, tmp_path):
+    with pytest.raises(UserError, match=r"[Ll]og in|logged in"):
+        train_here(setup, tmp_path / "run", "--push_to_hub")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_without_a_push_the_card_is_written_all_the_same(setup, tmp_path):
+    train_here(setup, tmp_path, max_train_steps=1)
+    assert "All weights of WanTransformer3DModel" in (tmp_path / "README.md").read_text()
