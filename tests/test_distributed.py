@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 import time
 
@@ -148,6 +149,22 @@ def test_accelerates_own_parser_takes_every_key_of_the_launch_configurations(pat
         assert plugin.fsdp_version == 2
         assert not plugin.cpu_ram_efficient_loading
         assert plugin.reshard_after_forward is True
+
+
+def test_accelerate_takes_the_launch_lines_of_the_documentation(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "docs" / "training.md").read_text().replace("\\\n", " ")
+    numbers = {"$((8 * SLURM_NNODES))": "128", "$SLURM_NODEID": "3", "$SLURM_NNODES": "16", "$MASTER": "node"}
+    launched = []
+    for line in re.findall(r"accelerate launch (.*recipes/train_wan.py)", text):
+        for name, value in numbers.items():
+            line = line.replace(name, value)
+        arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(line.split()))
+        launched.append(arguments.num_processes)
+        environment = prepare_multi_gpu_env(arguments)
+        sizes = [int(environment.get(f"PARALLELISM_CONFIG_DP_{kind}_SIZE", 1)) for kind in ("REPLICATE", "SHARD")]
+        assert sizes[0] * sizes[1] in (1, arguments.num_processes)
+    assert launched == [8, 16, 128]
 
 
 def test_every_key_of_the_launch_configurations_that_is_a_choice_has_its_reason():
