@@ -49,7 +49,11 @@ def test_a_variant_is_prepared_for_and_trained(clips, tmp_path, monkeypatch, kin
     monkeypatch.setattr(sys, "argv", ["prepare_dataset.py", *map(str, prepare)])
     prepare_dataset.main()
     shapes = [str(shape) for shape in read_shapes(load_prepared(prepared)).shapes]
-    setup = SimpleNamespace(pipeline=pipeline, dataset=prepared, config=save_config(tmp_path / "config", shapes))
+    setup = SimpleNamespace(
+        pipeline=pipeline,
+        dataset=prepared,
+        config=save_config(tmp_path / "config", ["1x2x2", "1x4x4", "5x8x8", *shapes]),
+    )
     metrics = train_here(setup, tmp_path / "run", *words, max_train_steps=1, gradient_accumulation_steps=1)
     assert metrics[0]["loss"] > 0 and metrics[0]["grad_norm"] > 0
     trained = WanTransformer3DModel.from_pretrained(tmp_path / "run" / saved)
