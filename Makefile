@@ -21,7 +21,7 @@ matrix: $(INSTALLED)  ## the model half with the oldest supported diffusers, one
 	for release in $(DIFFUSERS); do \
 		folder=.venv/diffusers-$$release; \
 		[ -d $$folder ] || $(BIN)/python -m pip install --quiet --no-deps --target $$folder diffusers==$$release; \
-		PYTHONPATH=$(CURDIR)/$$folder $(BIN)/python -m pytest tests/adaln -m "not gpu" || exit 1; \
+		PYTHONPATH=$(CURDIR)/$$folder $(BIN)/python -m pytest tests/adaln -m "not gpu and not slow" || exit 1; \
 	done
 
 gpu-test: $(INSTALLED)  ## what needs a GPU; builds the kernels first
