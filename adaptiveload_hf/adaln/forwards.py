@@ -95,7 +95,7 @@ class RewrittenForward:
         for name, helper, of_class in self._helpers:
             if of_class and (name in module.__dict__ or getattr(type(module), name) is not helper):
                 return False
-            if not of_class and self.original.__globals__[name] is not helper:
+            if not of_class and self.original.__globals__.get(name) is not helper:
                 return False
         return True
 

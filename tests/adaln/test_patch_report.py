@@ -86,10 +86,12 @@ def test_the_report_is_plain_data_too():
     assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
 
 
-def test_the_generated_code_is_shown_by_class_name():
-    report = patch_model(tiny_model("wan"))
+def test_the_generated_code_is_shown_by_class_or_its_name():
+    model = tiny_model("wan")
+    report = patch_model(model)
     source = report.source("WanTransformerBlock")
     assert source == report.source("diffusers.models.transformers.transformer_wan.WanTransformerBlock")
+    assert source == report.source(type(model.blocks[0]))
     assert "_adaln.modulate(self.norm1, hidden_states, scale=scale_msa, scale_table=scale_table, " in source
     assert "else (self.norm1(hidden_states.float()) * (1 + (scale_msa.float() + scale_table)) + " in source
     with pytest.raises(UserError, match=r"no class Attention was patched\. These were: WanTransformerBlock"):
