@@ -15,7 +15,7 @@ from accelerate.utils import DistributedType, broadcast_object_list, gather_obje
 
 from adaptiveload_hf import UserError
 
-WAITS_FOR_STORAGE = 10  # of a second each
+WAITS_FOR_STORAGE = 5  # of a second each
 
 
 def checkpoints_in(output_dir: Path) -> dict[int, Path]:

@@ -90,37 +90,21 @@ def test_a_stop_that_one_rank_alone_was_asked_for_ends_both_with_a_checkpoint(se
 
 
 def test_a_lora_under_activation_checkpointing_is_validated_and_goes_on_bit_for_bit(setup, tmp_path):
-    options = ("--rank", 2, "--validation_dataset", setup.dataset, "--validation_steps", 2)
-    options += (
-        "--validation_prompt",
-        "a cat",
-        "--validation_resolution",
-        "1x32x32",
-        "--validation_inference_steps",
-        2,
-    )
+    options = ("--rank", 2, "--validation_dataset", setup.dataset, "--validation_prompt", "a cat")
+    options += ("--validation_resolution", "1x32x32", "--validation_inference_steps", 1)
     environment = {"FSDP_ACTIVATION_CHECKPOINTING": "true", "ACCELERATE_MIXED_PRECISION": "bf16"}
-    steps = {"max_train_steps": 4, "checkpointing_steps": 2}
+    steps = {"max_train_steps": 3, "checkpointing_steps": 2}
     train_on_ranks(2, arguments(setup, tmp_path / "whole", *options, **steps), **environment)
-    train_on_ranks(2, arguments(setup, tmp_path / "cut", *options, **{**steps, "max_train_steps": 2}), **environment)
-    kept = FileSystemReader(tmp_path / "cut/checkpoint-2/pytorch_model_fsdp_0").read_metadata().state_dict_metadata
+    assert (tmp_path / "whole" / "validation" / "step-3-0.mp4").stat().st_size > 0
+    assert (tmp_path / "whole" / "pytorch_lora_weights.safetensors").exists()
+    cut = shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(cut / "checkpoint-3")
+    kept = FileSystemReader(cut / "checkpoint-2" / "pytorch_model_fsdp_0").read_metadata().state_dict_metadata
     assert len(kept) == 2 * 2 * 2 * 4
     assert all("lora_" in name for name in kept), "the frozen base should be in no checkpoint"
-    train_on_ranks(2, arguments(setup, tmp_path / "cut", *options, *LATEST, **steps), **environment)
-    assert timeless(metrics_of(tmp_path / "cut")) == timeless(metrics_of(tmp_path / "whole"))
-    assert metrics_of(tmp_path / "cut")[3]["validation_loss"] > 0
-    assert (tmp_path / "cut" / "validation" / "step-4-0.mp4").stat().st_size > 0
-    assert (tmp_path / "cut" / "pytorch_lora_weights.safetensors").exists()
-
-
-def test_a_bad_latent_on_one_rank_ends_all_ranks_and_names_the_sample(setup, tmp_path):
-    bad = save_prepared(tmp_path / "bad", COUNTS, nan_in=30)
-    begin = time.monotonic()
-    with pytest.raises(ProcessExitedException, match="exit code 1"):
-        train_on_ranks(2, arguments(setup, tmp_path / "run", dataset=bad), ERRORS=str(tmp_path))
-    assert time.monotonic() - begin < 120
-    reasons = "".join((tmp_path / str(rank)).read_text() for rank in range(2) if (tmp_path / str(rank)).exists())
-    assert "latent of sample 30 (30.mp4) has NaN or infinite values" in reasons
+    train_on_ranks(2, arguments(setup, cut, *options, *LATEST, **steps), **environment)
+    assert timeless(metrics_of(cut)) == timeless(metrics_of(tmp_path / "whole"))
+    assert metrics_of(cut)[2]["validation_loss"] > 0
 
 
 def test_ranks_that_do_not_share_their_folder_end_with_what_each_of_them_sees(setup, tmp_path):
