@@ -12,6 +12,7 @@ from accelerate import Accelerator, init_empty_weights
 from accelerate.utils import DistributedType
 from diffusers.optimization import get_scheduler
 from lora import add_lora, leave_frozen_out
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from adaptiveload_hf import UserError, patch_model
 from adaptiveload_hf.config import current_environment
@@ -153,6 +154,13 @@ def refuse_unsafe_sharding(accelerator: Accelerator, gradient_checkpointing: boo
             "the launch configuration has fsdp_cpu_ram_efficient_loading: true (accelerate's default), which cannot "
             "load Wan: its `scale_shift_table` lies outside any submodule. Set it to false in the `fsdp_config`."
         )
+    if plugin.auto_wrap_policy is None:
+        raise UserError(
+            "the launch configuration has no fsdp_auto_wrap_policy: every rank would gather the whole transformer at "
+            "once. Set it to TRANSFORMER_BASED_WRAP in the `fsdp_config`."
+        )
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy) and accelerator.device.type == "cpu":
+        raise UserError("the launch configuration has fsdp_offload_params: true, which needs a GPU. Set it to false.")
     if gradient_checkpointing and plugin.activation_checkpointing:
         raise UserError(
             "activations are to be checkpointed twice: --gradient_checkpointing and fsdp_activation_checkpointing: "

@@ -43,6 +43,8 @@ def test_a_run_describes_what_its_seconds_hold_for(small_pipeline):
     [
         ({"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, False, "has fsdp_cpu_ram_efficient_loading: true"),
         ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, True, "checkpointed twice"),
+        ({"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}, False, "has no fsdp_auto_wrap_policy"),
+        ({"FSDP_OFFLOAD_PARAMS": "true"}, False, "fsdp_offload_params: true, which needs a GPU"),
     ],
 )
 def test_fsdp_settings_that_fail_in_the_first_step_are_refused(variables, checkpointing, message):
