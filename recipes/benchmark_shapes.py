@@ -10,6 +10,7 @@ import json
 import sys
 from pathlib import Path
 
+import sd3_training
 import wan_training
 from accelerate.utils import broadcast_object_list, set_seed
 from diffusers import DiffusionPipeline
@@ -39,7 +40,7 @@ from adaptiveload_hf.distributed import all_ranks_fail_together
 from adaptiveload_hf.errors import exit_on_user_error
 
 # By the class of the pipeline's transformer: the module with what is its own.
-FAMILIES = {"WanTransformer3DModel": wan_training}
+FAMILIES = {family.MODEL_CLASS.__name__: family for family in (wan_training, sd3_training)}
 LONGEST_CHECK_SECONDS = 60  # of steps with the largest planned micro-batch; a longer one is left to the run
 
 
@@ -119,12 +120,13 @@ def benchmark(accelerator, args, dataset, counts, output_dir: Path, max_points: 
     transformer_config = load_transformer_config(family.MODEL_CLASS, args, family.choose_variant(args).subfolder)
     if dataset is not None:
         family.check_dataset(dataset, transformer_config)
-    geometry = family.geometry(transformer_config)
+    sizes = column_sizes(dataset, transformer_config)
+    geometry = family.geometry(transformer_config, sizes["prompt_embeds"][0])
     model_facts, environment = describe_run(accelerator, args, family.MODEL_CLASS, transformer_config)
     if accelerator.is_main_process:
         keep_one_setup(output_dir, {"model": model_facts, "environment": environment})
 
-    run_step = make_run_step(accelerator, args, family, column_sizes(dataset, transformer_config))
+    run_step = make_run_step(accelerator, args, family, sizes)
     path = output_dir / "measurements.jsonl"
     # One of the points is kept for the largest micro-batch of the plan.
     points = max(4, max_points - 1)

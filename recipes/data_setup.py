@@ -33,6 +33,23 @@ def make_loader(
     return loader, args.max_train_steps or loader.num_update_steps(args.num_train_epochs)
 
 
+def check_widths(transformer_config: dict, *widths: tuple[int, str, str]) -> None:
+    """Refuses a dataset that was prepared for another transformer.
+
+    Args:
+        widths: the one found, the name of the transformer's own in its configuration, and of what.
+
+    Raises:
+        UserError: naming both widths.
+    """
+    for found, name, what in widths:
+        if found != transformer_config[name]:
+            raise UserError(
+                f"the transformer takes {what} of width {transformer_config[name]} ({name}), but the dataset holds "
+                f"width {found}. Prepare the dataset with this pipeline."
+            )
+
+
 def parse_batch_sizes(words: list[str] | None) -> dict[str, int] | None:
     """`["21x60x104=1"]` as `{"21x60x104": 1}`.
 

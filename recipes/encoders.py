@@ -95,12 +95,12 @@ def find_family(pipeline: str) -> Family:
     )
 
 
-def pipeline_folder(pipeline: str, family: Family) -> Path:
+def pipeline_folder(pipeline: str, family: Family, revision: str | None = None) -> Path:
     """Where the files of the pipeline's VAE and text encoders are; from the Hub they are downloaded if need be."""
     parts = family.media_parts + family.text_parts
     folder = Path(pipeline)
     if not folder.is_dir():
-        folder = Path(snapshot_download(pipeline, allow_patterns=[f"{part}/*" for part in parts]))
+        folder = Path(snapshot_download(pipeline, revision=revision, allow_patterns=[f"{part}/*" for part in parts]))
     for part in parts:
         if not (folder / part).is_dir():
             raise UserError(f"{pipeline} has no {part}/, which its captions or latents are made with. Add it.")

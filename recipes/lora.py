@@ -46,12 +46,15 @@ def add_lora(transformer, args) -> None:
 
 
 def leave_frozen_out(model) -> None:
-    """Keeps frozen parameters out of the model's state_dict, so that checkpoints hold and restore the adapter alone.
+    """Keeps frozen parameters, and buffers such as SD3's table of positions, out of the model's state_dict.
+
+    So checkpoints hold and restore the adapter alone.
 
     Args:
         model: unwrapped, after `accelerator.prepare`, which reads the whole state_dict itself.
     """
     frozen = {_plain(name) for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    frozen |= {_plain(name) for name, _ in model.named_buffers()}
 
     def drop(module, state_dict, prefix, local_metadata):
         for name in frozen:

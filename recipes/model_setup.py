@@ -152,7 +152,8 @@ def refuse_unsafe_sharding(accelerator: Accelerator, gradient_checkpointing: boo
     if plugin.cpu_ram_efficient_loading:
         raise UserError(
             "the launch configuration has fsdp_cpu_ram_efficient_loading: true (accelerate's default), which cannot "
-            "load Wan: its `scale_shift_table` lies outside any submodule. Set it to false in the `fsdp_config`."
+            "load a parameter outside any submodule, such as Wan's `scale_shift_table`. Set it to false in the "
+            "`fsdp_config`."
         )
     if plugin.auto_wrap_policy is None:
         raise UserError(

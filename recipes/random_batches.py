@@ -10,21 +10,27 @@ from adaptiveload_hf import LatentShape
 from adaptiveload_hf.preflight import preflight
 
 _AS_LATENT = ("latent", "image_latent")  # these have the micro-batch's own shape
-_TEXT_TOKENS = 512  # Wan's prompt_embeds, where no dataset says otherwise
+# Length of a caption where no dataset says otherwise.
+_WAN_TEXT_TOKENS = 512
+_SD3_TEXT_TOKENS = 77 + 256  # CLIP and T5
 
 
 def column_sizes(dataset, transformer_config: dict) -> dict[str, list[int]]:
     """The size of each tensor of a sample; of those that have the shape's sizes, the channels alone.
 
     Args:
-        dataset: prepared, or None: then the sizes that prepare_dataset.py would write for Wan.
+        dataset: prepared, or None: then the sizes that prepare_dataset.py would write.
     """
     if dataset is not None:
         names = [name for name in dataset.column_names if name.endswith("_shape")]
         sizes = {name.removesuffix("_shape"): size for name, size in dataset.select_columns(names)[0].items() if size}
         return {name: size[:1] if name in _AS_LATENT else size for name, size in sizes.items()}
     channels = [transformer_config["out_channels"]]
-    sizes = {"latent": channels, "prompt_embeds": [_TEXT_TOKENS, transformer_config["text_dim"]]}
+    if "pooled_projection_dim" in transformer_config:  # SD3
+        embeds = [_SD3_TEXT_TOKENS, transformer_config["joint_attention_dim"]]
+        pooled = [transformer_config["pooled_projection_dim"]]
+        return {"latent": channels, "prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
+    sizes = {"latent": channels, "prompt_embeds": [_WAN_TEXT_TOKENS, transformer_config["text_dim"]]}
     if transformer_config["in_channels"] > channels[0]:
         sizes["image_latent"] = channels
     if transformer_config["image_dim"] is not None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pyarrow.compute
 import torch
 from accelerate import Accelerator
+from data_setup import check_widths
 from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
 from model_setup import load_part
 
@@ -62,8 +63,8 @@ def choose_variant(args) -> WanVariant:
     return WanVariant("transformer", (boundary or 0.0, 1.0), bool(index.get("expand_timesteps")))
 
 
-def geometry(transformer_config: dict) -> TokenGeometry:
-    """Tokens of a latent shape."""
+def geometry(transformer_config: dict, text_tokens: int) -> TokenGeometry:
+    """Tokens of a latent shape; those of the caption are attended to, and are no part of the sequence."""
     return TokenGeometry(tuple(transformer_config["patch_size"]))
 
 
@@ -80,15 +81,11 @@ def check_dataset(dataset, transformer_config: dict) -> None:
     """
     row = dataset.select_columns(["latent_shape", "prompt_embeds_shape"])[0]
     image = needs_image(transformer_config)
-    for found, name, what in (
+    check_widths(
+        transformer_config,
         (row["latent_shape"][0], "out_channels" if image else "in_channels", "latents"),
         (row["prompt_embeds_shape"][-1], "text_dim", "caption embeddings"),
-    ):
-        if found != transformer_config[name]:
-            raise UserError(
-                f"the transformer takes {what} of width {transformer_config[name]} ({name}), but the dataset holds "
-                f"width {found}. Prepare the dataset with this pipeline."
-            )
+    )
     wanted = ["image_latent_shape"] if image else []
     wanted += ["image_embeds_shape"] if image and transformer_config["image_dim"] else []
     missing = [name for name in wanted if name not in dataset.column_names]

@@ -101,7 +101,8 @@ def simulate(
 def _train_command(config, loaded, dataset, accumulation):
     launch = loaded.environment.get("strategy") in _LAUNCH_CONFIGS
     launch = ["--config_file", f"accelerate_configs/{loaded.environment['strategy']}.yaml"] if launch else []
-    recipe = ["recipes/train_wan.py", "--bucket_config", config, "--output_dir", "run"]
+    name = "train_sd3.py" if loaded.model.get("class") == "SD3Transformer2DModel" else "train_wan.py"
+    recipe = [f"recipes/{name}", "--bucket_config", config, "--output_dir", "run"]
     model = ["--pretrained_model_name_or_path", loaded.model.get("base_model") or "PIPELINE"]
     data = ["--dataset", str(dataset or "PREPARED"), "--gradient_accumulation_steps", str(accumulation)]
     return ["accelerate", "launch", *launch, *recipe, *model, *data]

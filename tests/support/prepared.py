@@ -7,9 +7,20 @@ import torch
 
 
 def save_prepared(
-    folder, counts: dict[str, int], *, channels=16, text_shape=(8, 32), seed=0, normalized=True, nan_in=None
+    folder,
+    counts: dict[str, int],
+    *,
+    channels=16,
+    text_shape=(8, 32),
+    seed=0,
+    normalized=True,
+    nan_in=None,
+    pooled=None,
 ) -> Path:
-    """Saves `counts` samples a shape (`{"5x8x12": 7}`); sample number `nan_in` holds a NaN."""
+    """Saves `counts` samples a shape (`{"5x8x12": 7}`); sample number `nan_in` holds a NaN.
+
+    pooled: width of the pooled caption embeddings that SD3 takes.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for shape, count in counts.items():
@@ -32,6 +43,13 @@ def save_prepared(
                     "file": f"{len(rows)}.mp4",
                 }
             )
+            if pooled is not None:
+                embeds = torch.randn(pooled, generator=generator).bfloat16()
+                rows[-1] |= {
+                    "pooled_prompt_embeds": raw_bytes(embeds),
+                    "pooled_prompt_embeds_shape": [pooled],
+                    "pooled_prompt_embeds_dtype": "bfloat16",
+                }
     text, sizes = datasets.Value("string"), datasets.List(datasets.Value("int32"))
     features = datasets.Features(
         {
@@ -46,6 +64,9 @@ def save_prepared(
             "file": text,
         }
     )
+    if pooled is not None:
+        name = "pooled_prompt_embeds"
+        features |= {name: datasets.Value("large_binary"), f"{name}_shape": sizes, f"{name}_dtype": text}
     datasets.Dataset.from_list(rows, features=features).save_to_disk(str(Path(folder) / "dataset"))
     return Path(folder)
 

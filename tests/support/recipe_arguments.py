@@ -1,11 +1,10 @@
-"""The command line of recipes/train_wan.py, parsed, for tests of its parts."""
+"""The command line of a trainer, parsed, for tests of its parts."""
 
 import argparse
+import importlib
 
 
-def parse(pipeline, *extra) -> argparse.Namespace:
+def parse(pipeline, *extra, recipe="train_wan") -> argparse.Namespace:
     """All arguments at their defaults but for `extra`."""
-    import train_wan
-
     required = ["--pretrained_model_name_or_path", pipeline, "--dataset", "D", "--output_dir", "O"]
-    return train_wan.parse_args(list(map(str, [*required, "--bucket_config", "C", *extra])))
+    return importlib.import_module(recipe).parse_args(list(map(str, [*required, "--bucket_config", "C", *extra])))

@@ -1,5 +1,6 @@
-"""Runs recipes/train_wan.py in this process, or as the ranks of a world under FSDP2 over gloo (see support.worlds)."""
+"""Runs a trainer in this process, or train_wan.py as the ranks of a world under FSDP2 (see support.worlds)."""
 
+import importlib
 import json
 import os
 import signal
@@ -39,15 +40,13 @@ def arguments(setup, output_dir, *extra, preflight=False, **changed) -> list[str
     return [str(word) for option in given.items() for word in option] + list(map(str, extra))
 
 
-def train_here(setup, output_dir, *extra, **changed) -> list[dict]:
+def train_here(setup, output_dir, *extra, recipe="train_wan", **changed) -> list[dict]:
     """The whole recipe in this process, on one rank; its metrics."""
-    import train_wan
-
     before = sys.argv
-    sys.argv = ["train_wan.py", *arguments(setup, output_dir, *extra, **changed)]
+    sys.argv = [f"{recipe}.py", *arguments(setup, output_dir, *extra, **changed)]
     try:
         with fresh_accelerate(ACCELERATE_USE_CPU="true"):
-            train_wan.main()
+            importlib.import_module(recipe).main()
     finally:
         sys.argv = before
     return metrics_of(output_dir)

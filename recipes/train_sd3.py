@@ -1,0 +1,146 @@
+"""How is an SD3 or SD3.5 transformer trained on pictures of every size, with all ranks equally loaded?
+
+accelerate launch --config_file accelerate_configs/fsdp2.yaml --main_process_port 0 recipes/train_sd3.py \\
+    --pretrained_model_name_or_path stabilityai/stable-diffusion-3.5-medium --dataset prepared \\
+    --bucket_config config --output_dir run --max_train_steps 1000 --resume_from_checkpoint latest
+
+All weights, or with --rank a LoRA.
+"""
+
+import argparse
+from pathlib import Path
+
+from accelerate.utils import ProjectConfiguration, set_seed
+from benchmark_shapes import bucket_config_for
+from caption_dropout import make_caption_dropout
+from checkpoints import find_checkpoint, keep_metrics_until
+from data_setup import make_loader
+from diffusers import StableDiffusion3Pipeline
+from flow_matching import make_flow_matching
+from lora import add_lora_arguments, save_lora
+from model_setup import (
+    describe_run,
+    load_transformer,
+    load_transformer_config,
+    prepare_training,
+    refuse_unsafe_sharding,
+    save_transformer,
+)
+from publishing import add_hub_arguments, find_repository, publish
+from random_batches import column_sizes, try_buckets
+from sd3_training import (
+    LORA_TARGET_MODULES,
+    MODEL_CLASS,
+    check_dataset,
+    choose_variant,
+    make_predict,
+)
+from training_arguments import (
+    add_flow_arguments,
+    add_model_arguments,
+    add_run_arguments,
+    add_scheduler_arguments,
+    add_validation_arguments,
+)
+from training_loop import init_trackers, run_micro_step, run_steps, say_start
+from validation import make_held_out_loss
+from validation_pictures import encode_prompts, make_validation_pictures
+
+from adaptiveload_hf import BucketConfig, make_accelerator
+from adaptiveload_hf.buckets.sources import load_prepared
+from adaptiveload_hf.distributed import all_ranks_fail_together
+from adaptiveload_hf.errors import exit_on_user_error
+
+
+def parse_args(argv=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for add_arguments in (
+        add_model_arguments,
+        add_lora_arguments,
+        add_flow_arguments,
+        add_scheduler_arguments,
+        add_run_arguments,
+        add_validation_arguments,
+        add_hub_arguments,
+    ):
+        add_arguments(parser)
+    parser.set_defaults(lora_target_modules=LORA_TARGET_MODULES, validation_resolution="1x1024x1024")
+    return parser.parse_args(argv)
+
+
+def main():
+    args = parse_args()
+    accelerator = make_accelerator(
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        mixed_precision=args.mixed_precision,
+        log_with=None if args.report_to == "none" else args.report_to,
+        project_config=ProjectConfiguration(args.output_dir, logging_dir=Path(args.output_dir, args.logging_dir)),
+    )
+    with all_ranks_fail_together(accelerator):
+        train(accelerator, args)
+        accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
+def train(accelerator, args):
+    set_seed(args.seed)  # the same on all ranks: FSDP2 shards what each rank holds and broadcasts nothing
+    output_dir = Path(args.output_dir)
+    checkpoint = find_checkpoint(accelerator, output_dir, args.resume_from_checkpoint)
+
+    # Whatever can be wrong with launch, data and plan shows here, before any weights are read.
+    refuse_unsafe_sharding(accelerator, args.gradient_checkpointing)
+    variant = choose_variant(args)
+    transformer_config = load_transformer_config(MODEL_CLASS, args, variant.subfolder)
+    flow = make_flow_matching(args, variant.bounds)
+    dataset = load_prepared(args.dataset)
+    held_out = load_prepared(args.validation_dataset) if args.validation_dataset else None
+    for samples in (dataset, held_out) if held_out else (dataset,):
+        check_dataset(samples, transformer_config)
+    sizes = column_sizes(dataset, transformer_config)
+    drop_captions = make_caption_dropout(args.proportion_empty_prompts, args.dataset, args.seed)
+    repository = find_repository(accelerator, args)
+    bucket_config = BucketConfig.from_pretrained(bucket_config_for(accelerator, args, dataset))
+    loader, total_steps = make_loader(accelerator, args, dataset, bucket_config, checkpoint)
+
+    prompts = encode_prompts(accelerator, args, sizes["prompt_embeds"][0]) if args.validation_prompt else None
+    transformer = load_transformer(accelerator, MODEL_CLASS, args, variant.subfolder)
+    model, optimizer, scheduler = prepare_training(accelerator, args, transformer, total_steps)
+    if checkpoint is not None:
+        accelerator.load_state(str(checkpoint))
+    model_facts, environment = describe_run(accelerator, args, MODEL_CLASS, transformer_config)
+    if accelerator.is_main_process:
+        say_start(args, loader, scheduler, bucket_config.check_environment(environment, model_facts), total_steps)
+        keep_metrics_until(output_dir / "metrics.jsonl", loader.global_step)
+    init_trackers(accelerator, "train_sd3", args)
+
+    predict = make_predict(accelerator, model, variant)
+
+    def losses(batch):
+        return flow.sample_losses(predict, drop_captions(batch, loader.epoch), loader.epoch)
+
+    def held_out_losses(flow, batch):
+        return flow.sample_losses(predict, batch, 0)
+
+    def run(batch):
+        return run_micro_step(accelerator, model, optimizer, scheduler, losses, batch, args.max_grad_norm)
+
+    if not args.no_preflight:
+        try_buckets(accelerator, output_dir, sizes, run, loader.plan, model, optimizer, scheduler)
+    validators = []
+    if held_out is not None:
+        validators.append(make_held_out_loss(accelerator, held_out, loader, flow, held_out_losses))
+    if prompts is not None:
+        validators.append(make_validation_pictures(accelerator, args, predict, flow, prompts))
+    if not run_steps(accelerator, args, model, loader, scheduler, run, total_steps, validators):
+        return  # asked to stop; a checkpoint says where
+    if args.rank is not None:
+        save_lora(accelerator, model, StableDiffusion3Pipeline, output_dir)
+    else:
+        save_transformer(accelerator, model, output_dir / variant.subfolder)
+    if accelerator.is_main_process:
+        publish(args, repository, loader, StableDiffusion3Pipeline, MODEL_CLASS, variant.subfolder, environment)
+
+
+if __name__ == "__main__":
+    with exit_on_user_error("train_sd3.py"):
+        main()

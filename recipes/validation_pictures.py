@@ -1,0 +1,91 @@
+"""What does the model make of a few captions now? Pictures by SD3's VAE, as png and in the tracker."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from diffusers import AutoencoderKL
+from encoders import find_family, load_text_encoder, pipeline_folder
+from PIL import Image
+from validation import sample_latents
+
+from adaptiveload_hf import LatentShape, UserError
+
+
+def encode_prompts(accelerator: Accelerator, args, text_tokens: int) -> list[dict[str, torch.Tensor]]:
+    """Embeddings of --validation_prompt and, last, of the empty caption, on the CPU of every rank; first dimension 1.
+
+    To be called before the transformer is loaded: the text encoders are as large, and are gone when this returns.
+
+    Args:
+        text_tokens: of the dataset's captions, whose length the model is trained for.
+    """
+    found = [None]
+    if accelerator.is_main_process:
+        family = find_family(args.pretrained_model_name_or_path)
+        folder = pipeline_folder(args.pretrained_model_name_or_path, family, args.revision)
+        # CLIP's 77 rows come first.
+        encode = load_text_encoder(folder, family, accelerator.device, torch.bfloat16, text_tokens - 77)
+        captions = (*args.validation_prompt, "")
+        found = [[{name: tensor[None] for name, tensor in encode(caption).items()} for caption in captions]]
+    return broadcast_object_list(found)[0]
+
+
+def make_validation_pictures(accelerator: Accelerator, args, predict, flow, embeds: list[dict]):
+    """(step) -> {}: samples a picture for each caption and saves it as validation/step-<step>-<number>.png.
+
+    Args:
+        predict, flow: as in `sample_latents`.
+        embeds: from `encode_prompts`.
+
+    Raises:
+        UserError: --validation_resolution is no picture of this VAE.
+    """
+    vae = AutoencoderKL.from_pretrained(
+        args.pretrained_model_name_or_path, subfolder="vae", revision=args.revision, torch_dtype=torch.float32
+    ).requires_grad_(False)
+    spatial = 2 ** (len(vae.config.block_out_channels) - 1)
+    size = LatentShape.parse(args.validation_resolution)
+    if size.frames != 1 or size.height % (2 * spatial) or size.width % (2 * spatial):
+        raise UserError(
+            f"--validation_resolution needs 1 frame and multiples of {2 * spatial} pixels, such as 1x1024x1024, but "
+            f"it is {size}."
+        )
+    shape = (vae.config.latent_channels, 1, size.height // spatial, size.width // spatial)
+    captions = [{name: tensor.to(accelerator.device) for name, tensor in embed.items()} for embed in embeds]
+
+    def make(step: int) -> dict:
+        for number, prompt in enumerate(captions[:-1]):
+            latent = sample_latents(predict, flow, prompt, captions[-1], shape, accelerator.device, args)
+            if accelerator.is_main_process:
+                picture = _decode(vae, latent, accelerator.device)
+                path = Path(args.output_dir, "validation", f"step-{step}-{number}.png")
+                path.parent.mkdir(exist_ok=True)
+                Image.fromarray(picture).save(path)
+                _track(accelerator, path, picture, f"validation/{number}", step)
+        return {}
+
+    return make
+
+
+@torch.no_grad()
+def _decode(vae, latent: torch.Tensor, device) -> np.ndarray:
+    """uint8 [H, W, 3]; the VAE is on the device no longer than this takes."""
+    vae.to(device)
+    latent = latent.squeeze(2) / vae.config.scaling_factor + vae.config.shift_factor
+    picture = vae.decode(latent, return_dict=False)[0]
+    vae.to("cpu")
+    return ((picture[0].clamp(-1, 1) + 1) * 127.5).round().byte().permute(1, 2, 0).cpu().numpy()
+
+
+def _track(accelerator: Accelerator, path: Path, picture: np.ndarray, name: str, step: int) -> None:
+    """Shows it in tensorboard, wandb and trackio; others have no place for it."""
+    for tracker in accelerator.trackers:
+        if tracker.name == "tensorboard":
+            tracker.writer.add_image(name, picture, step, dataformats="HWC")
+        elif tracker.name in ("wandb", "trackio"):
+            image = sys.modules[tracker.name].Image(str(path))
+            accelerator.get_tracker(tracker.name).log({name: image}, step=step)

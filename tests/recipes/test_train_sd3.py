@@ -1,0 +1,160 @@
+"""Does train_sd3.py train SD3 on pictures, whole and as a LoRA, and write what StableDiffusion3Pipeline reads?"""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
+from model_setup import load_transformer_config
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from sd3_training import LORA_TARGET_MODULES, MODEL_CLASS, check_dataset, choose_variant, geometry, make_predict
+from support.accelerators import fresh_accelerate
+from support.prepared import save_prepared
+from support.recipe_arguments import parse
+from support.train_ranks import timeless, train_here
+from tiny_sd3 import save_tiny_sd3
+
+from adaptiveload_hf import BucketConfig, LatentShape, UserError, make_accelerator
+from adaptiveload_hf.buckets.sources import load_prepared
+from adaptiveload_hf.commands.simulate import simulate
+
+COUNTS = {"1x4x4": 9, "1x4x8": 8, "1x8x8": 6}
+TEXT, POOLED = (77 + 8, 64), 40
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sd3")
+    dataset = save_prepared(folder / "prepared", COUNTS, text_shape=TEXT, pooled=POOLED)
+    empty = {"prompt_embeds": torch.zeros(TEXT), "pooled_prompt_embeds": torch.zeros(POOLED)}
+    save_file(empty, dataset / "empty_prompt_embeds.safetensors")
+    return SimpleNamespace(
+        pipeline=save_tiny_sd3(folder / "pipeline"), dataset=dataset, config="auto", folder=folder / "full"
+    )
+
+
+@pytest.fixture(scope="module")
+def full(setup):
+    """Measured first, tried first, with validation of both kinds, and a checkpoint every other step."""
+    held_out = save_prepared(
+        setup.folder.parent / "held_out", {"1x4x4": 2, "1x4x8": 1}, text_shape=TEXT, pooled=POOLED, seed=1
+    )
+    words = ("--validation_dataset", held_out, "--validation_prompt", "a cat", "a dog", "--validation_steps", 100)
+    words += (
+        "--validation_resolution",
+        "1x32x64",
+        "--validation_inference_steps",
+        2,
+        "--proportion_empty_prompts",
+        0.5,
+    )
+    options = {"max_train_steps": 4, "checkpointing_steps": 2, "report_to": "tensorboard", "preflight": True}
+    return train_here(setup, setup.folder, *words, recipe="train_sd3", **options)
+
+
+def test_all_weights_are_trained_on_measured_buckets_with_validation_and_load_into_the_pipeline(setup, full):
+    assert [line["step"] for line in full] == [1, 2, 3, 4]
+    assert set(full[-1]["validation_loss_by_shape"]) == {"1x4x4", "1x4x8"}
+    config = BucketConfig.from_pretrained(setup.folder / "bucket_config")
+    assert config.model["class"] == "SD3Transformer2DModel"
+    assert config.geometry.tokens(LatentShape(1, 4, 8)) == 2 * 4 + TEXT[0]
+    card = (setup.folder / "README.md").read_text()
+    assert "All weights of SD3Transformer2DModel" in card and "[validation/step-4-0.png]" in card
+    for number in (0, 1):
+        with Image.open(setup.folder / "validation" / f"step-4-{number}.png") as picture:
+            assert picture.size == (64, 32)
+    events = b"".join(path.read_bytes() for path in setup.folder.rglob("events.out.tfevents*"))
+    assert b"validation/0" in events and b"validation/1" in events
+
+    trained = SD3Transformer2DModel.from_pretrained(setup.folder / "transformer")
+    start = SD3Transformer2DModel.from_pretrained(setup.pipeline, subfolder="transformer").state_dict()
+    assert set(trained.state_dict()) == set(start)
+    assert all((value - start[name]).abs().max() < 0.1 for name, value in trained.state_dict().items())
+    assert not torch.equal(trained.proj_out.weight, start["proj_out.weight"])
+    pipeline = StableDiffusion3Pipeline.from_pretrained(setup.pipeline, transformer=trained)
+    pipeline.set_progress_bar_config(disable=True)
+    pictures = pipeline("a cat", height=32, width=32, num_inference_steps=2, output_type="pt").images
+    assert torch.isfinite(pictures).all()
+
+
+def test_the_command_that_a_simulation_ends_with_is_of_the_trainer_of_sd3(setup, full, capsys):
+    simulate(str(setup.folder / "bucket_config"), dataset=setup.dataset, world_size=[1])
+    assert "recipes/train_sd3.py" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_lora_of_both_streams_goes_on_as_if_undisturbed_and_loads_into_the_pipeline(setup, full, tmp_path):
+    def train(run, steps, *extra):
+        config = setup.folder / "bucket_config"
+        options = {"bucket_config": config, "max_train_steps": steps, "checkpointing_steps": 1}
+        return timeless(train_here(setup, tmp_path / run, "--rank", 2, *extra, recipe="train_sd3", **options))
+
+    whole = train("whole", 3)
+    train("cut", 1)
+    assert train("cut", 3, "--resume_from_checkpoint", "latest") == whole
+    kept = load_file(tmp_path / "cut" / "checkpoint-1" / "model.safetensors")
+    # The last block has no output projection of the text.
+    assert len(kept) == 2 * (2 * len(LORA_TARGET_MODULES) - 1)
+    assert all("lora_" in name for name in kept)
+
+    pipeline = StableDiffusion3Pipeline.from_pretrained(setup.pipeline)
+    before = {name: value.clone() for name, value in pipeline.transformer.state_dict().items()}
+    pipeline.load_lora_weights(tmp_path / "cut")
+    after = pipeline.transformer.state_dict()
+    moved = {name for name, value in after.items() if "lora_B" in name and bool(value.any())}
+    # Nor does what the last block's text asks for reach any output.
+    assert len(moved) == 2 * len(LORA_TARGET_MODULES) - 2
+    assert all(torch.equal(value, after[name]) for name, value in before.items() if name in after)
+
+
+def test_the_model_gets_one_frame_the_pooled_caption_and_the_time_as_its_pipeline_gives_them(setup):
+    model = SD3Transformer2DModel.from_pretrained(setup.pipeline, subfolder="transformer")
+    batch = {"prompt_embeds": torch.randn(2, *TEXT), "pooled_prompt_embeds": torch.randn(2, POOLED)}
+    noisy, times = torch.randn(2, 16, 1, 4, 8), torch.tensor([997.3, 20.0])
+    with fresh_accelerate(ACCELERATE_USE_CPU="true"), torch.no_grad():
+        variant = choose_variant(parse(setup.pipeline, recipe="train_sd3"))
+        velocity = make_predict(make_accelerator(), model, variant)(noisy, times, batch)
+        expected = model(noisy[:, :, 0], batch["prompt_embeds"], batch["pooled_prompt_embeds"], times).sample
+    assert torch.equal(velocity, expected[:, :, None])
+
+
+def test_what_sd3_cannot_take_is_refused(setup, tmp_path):
+    args = parse(setup.pipeline, recipe="train_sd3")
+    config, dataset = load_transformer_config(MODEL_CLASS, args), load_prepared(setup.dataset)
+    check_dataset(dataset, config)
+    assert geometry(config, 85).tokens(LatentShape(1, 8, 8)) == 16 + 85
+    for name in ("in_channels", "joint_attention_dim", "pooled_projection_dim"):
+        with pytest.raises(UserError, match=rf"of width 7 \({name}\), but the dataset holds"):
+            check_dataset(dataset, {**config, name: 7})
+    with pytest.raises(UserError, match="positions up to 6x6 of a latent, but the dataset holds 1x4x8"):
+        check_dataset(dataset, {**config, "pos_embed_max_size": 3})
+
+    def saved(name, shape, **changed):
+        return load_prepared(save_prepared(tmp_path / name, {shape: 1}, text_shape=TEXT, **changed))
+
+    with pytest.raises(UserError, match="has no pooled_prompt_embeds_shape"):
+        check_dataset(saved("without", "1x4x4"), config)
+    with pytest.raises(UserError, match="SD3 makes pictures, but the dataset holds clips of 2x4x4"):
+        check_dataset(saved("clips", "2x4x4", pooled=POOLED), config)
+    with pytest.raises(UserError, match="latents that are not normalised"):
+        check_dataset(saved("raw", "1x4x4", pooled=POOLED, normalized=False), config)
+
+
+def test_a_pipeline_that_is_no_sd3_and_flags_of_wan_are_refused(setup, tmp_path):
+    with pytest.raises(UserError, match=r"expected an SD3 pipeline .* with model_index.json, but"):
+        choose_variant(parse(tmp_path, recipe="train_sd3"))
+    with pytest.raises(UserError, match="--expert is for Wan pipelines"):
+        choose_variant(parse(setup.pipeline, "--expert", "low_noise"))
+    (tmp_path / "model_index.json").write_text(json.dumps({"transformer": ["diffusers", "WanTransformer3DModel"]}))
+    with pytest.raises(UserError, match=r"has WanTransformer3DModel. Wan is trained by train_wan.py"):
+        choose_variant(parse(tmp_path, recipe="train_sd3"))
+
+
+def test_pictures_of_a_size_that_the_vae_does_not_make_are_refused(setup, tmp_path):
+    words = ("--validation_prompt", "a cat", "--validation_resolution", "1x24x32", "--rank", 2, "--from_scratch")
+    options = {"bucket_config": setup.folder / "bucket_config", "max_train_steps": 1}
+    with pytest.raises(
+        UserError, match="needs 1 frame and multiples of 16 pixels, such as 1x1024x1024, but it is 1x24"
+    ):
+        train_here(setup, tmp_path, *words, recipe="train_sd3", **options)
