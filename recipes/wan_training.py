@@ -96,14 +96,14 @@ def check_dataset(dataset, transformer_config: dict) -> None:
         )
 
 
-def latent_statistics(args, dataset) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Mean and std, [C, 1, 1, 1] each, to normalise latents with; None where the dataset holds normalised ones.
+def latent_statistics(args, *datasets) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Mean and std, [C, 1, 1, 1] each, to normalise latents with; None where all datasets hold normalised ones.
 
     Raises:
         UserError: some latents are not normalised and the pipeline has no VAE configuration to do it with.
     """
-    normalized = dataset.select_columns(["latent_normalized"]).with_format("arrow")[:]["latent_normalized"]
-    if pyarrow.compute.all(normalized).as_py():
+    columns = [dataset.select_columns(["latent_normalized"]).with_format("arrow")[:] for dataset in datasets]
+    if all(pyarrow.compute.all(column["latent_normalized"]).as_py() for column in columns):
         return None
     config = load_part(AutoencoderKLWan, args, "vae")
     if "latents_mean" not in config or "latents_std" not in config:

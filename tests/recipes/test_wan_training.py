@@ -163,6 +163,7 @@ def test_latents_that_are_not_normalised_take_the_statistics_of_the_vae(small_pi
     mean, std = latent_statistics(parse(small_pipeline), raw)
     assert mean.flatten().tolist() == pytest.approx(AutoencoderKLWan().config.latents_mean)
     assert std.shape == (16, 1, 1, 1)
+    assert torch.equal(latent_statistics(parse(small_pipeline), dataset, raw)[0], mean)
     (tmp_path / "vae").mkdir()
     (tmp_path / "vae" / "config.json").write_text('{"_class_name": "AutoencoderKL"}')
     with pytest.raises(UserError, match="the VAE configuration has no latents_mean"):
