@@ -117,6 +117,7 @@ def benchmark(accelerator, args, dataset, counts, output_dir: Path, max_points: 
     set_seed(args.seed)  # the same on all ranks: FSDP2 shards what each rank holds and broadcasts nothing
     refuse_unsafe_sharding(accelerator, args.gradient_checkpointing)
     family = family_of(args)
+    args.lora_target_modules = args.lora_target_modules or family.LORA_TARGET_MODULES
     transformer_config = load_transformer_config(family.MODEL_CLASS, args, family.choose_variant(args).subfolder)
     if dataset is not None:
         family.check_dataset(dataset, transformer_config)

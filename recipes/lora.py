@@ -12,11 +12,11 @@ from adaptiveload_hf import UserError
 
 
 def add_lora_arguments(parser) -> None:
-    """Without --rank the whole transformer is trained."""
+    """Without --rank the whole transformer is trained; the default targets are the family's LORA_TARGET_MODULES."""
     add = parser.add_argument
     add("--rank", type=int, help="of the LoRA; without it the whole transformer is trained")
     add("--lora_alpha", type=float, help="default: the rank")
-    add("--lora_target_modules", nargs="+", metavar="NAME", default=["to_q", "to_k", "to_v", "to_out.0"],
+    add("--lora_target_modules", nargs="+", metavar="NAME",
         help="ends of module names, such as to_q or ffn.net.2; default: attention")  # fmt: skip
 
 

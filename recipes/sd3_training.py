@@ -58,6 +58,11 @@ def geometry(transformer_config: dict, text_tokens: int) -> TokenGeometry:
     return TokenGeometry((1, patch, patch), text_tokens)
 
 
+def largest_side(transformer_config: dict) -> int:
+    """Latent height or width up to which the transformer knows positions."""
+    return transformer_config["patch_size"] * transformer_config["pos_embed_max_size"]
+
+
 def check_dataset(dataset, transformer_config: dict) -> None:
     """Refuses what this transformer cannot take.
 
@@ -78,7 +83,7 @@ def check_dataset(dataset, transformer_config: dict) -> None:
         (row["prompt_embeds_shape"][-1], "joint_attention_dim", "caption embeddings"),
         (row["pooled_prompt_embeds_shape"][-1], "pooled_projection_dim", "pooled caption embeddings"),
     )
-    most = transformer_config["patch_size"] * transformer_config["pos_embed_max_size"]
+    most = largest_side(transformer_config)
     for shape in read_shapes(dataset).shapes:
         if shape.frames > 1:
             raise UserError(f"SD3 makes pictures, but the dataset holds clips of {shape}. Prepare it with SD3.")

@@ -33,6 +33,7 @@ from sd3_training import (
     MODEL_CLASS,
     check_dataset,
     choose_variant,
+    largest_side,
     make_predict,
 )
 from training_arguments import (
@@ -130,7 +131,8 @@ def train(accelerator, args):
     if held_out is not None:
         validators.append(make_held_out_loss(accelerator, held_out, loader, flow, held_out_losses))
     if prompts is not None:
-        validators.append(make_validation_pictures(accelerator, args, predict, flow, prompts))
+        largest = largest_side(transformer_config)
+        validators.append(make_validation_pictures(accelerator, args, predict, flow, largest, prompts))
     if not run_steps(accelerator, args, model, loader, scheduler, run, total_steps, validators):
         return  # asked to stop; a checkpoint says where
     if args.rank is not None:

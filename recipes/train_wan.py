@@ -38,6 +38,7 @@ from training_loop import init_trackers, run_micro_step, run_steps, say_start
 from validation import make_held_out_loss
 from validation_videos import check_validation, encode_prompts, make_validation_videos
 from wan_training import (
+    LORA_TARGET_MODULES,
     MODEL_CLASS,
     PIPELINE_CLASS,
     add_wan_arguments,
@@ -67,6 +68,7 @@ def parse_args(argv=None) -> argparse.Namespace:
         add_hub_arguments,
     ):
         add_arguments(parser)
+    parser.set_defaults(lora_target_modules=LORA_TARGET_MODULES)
     return parser.parse_args(argv)
 
 

@@ -34,25 +34,27 @@ def encode_prompts(accelerator: Accelerator, args, text_tokens: int) -> list[dic
     return broadcast_object_list(found)[0]
 
 
-def make_validation_pictures(accelerator: Accelerator, args, predict, flow, embeds: list[dict]):
+def make_validation_pictures(accelerator: Accelerator, args, predict, flow, largest: int, embeds: list[dict]):
     """(step) -> {}: samples a picture for each caption and saves it as validation/step-<step>-<number>.png.
 
     Args:
         predict, flow: as in `sample_latents`.
+        largest: latent height or width that the transformer knows positions of.
         embeds: from `encode_prompts`.
 
     Raises:
-        UserError: --validation_resolution is no picture of this VAE.
+        UserError: --validation_resolution is no picture of this VAE and transformer.
     """
     vae = AutoencoderKL.from_pretrained(
         args.pretrained_model_name_or_path, subfolder="vae", revision=args.revision, torch_dtype=torch.float32
     ).requires_grad_(False)
     spatial = 2 ** (len(vae.config.block_out_channels) - 1)
     size = LatentShape.parse(args.validation_resolution)
-    if size.frames != 1 or size.height % (2 * spatial) or size.width % (2 * spatial):
+    sides = (size.height, size.width)
+    if size.frames != 1 or any(side % (2 * spatial) or side > largest * spatial for side in sides):
         raise UserError(
-            f"--validation_resolution needs 1 frame and multiples of {2 * spatial} pixels, such as 1x1024x1024, but "
-            f"it is {size}."
+            f"--validation_resolution needs 1 frame and multiples of {2 * spatial} pixels up to {largest * spatial}, "
+            f"such as 1x512x512, but it is {size}."
         )
     shape = (vae.config.latent_channels, 1, size.height // spatial, size.width // spatial)
     captions = [{name: tensor.to(accelerator.device) for name, tensor in embed.items()} for embed in embeds]

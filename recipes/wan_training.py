@@ -14,6 +14,7 @@ from adaptiveload_hf.distributed import model_input_dtype
 
 MODEL_CLASS = WanTransformer3DModel
 PIPELINE_CLASS = WanPipeline
+LORA_TARGET_MODULES = ["to_q", "to_k", "to_v", "to_out.0"]
 
 
 def add_wan_arguments(parser) -> None:

@@ -1,8 +1,11 @@
 """Does train_sd3.py train SD3 on pictures, whole and as a LoRA, and write what StableDiffusion3Pipeline reads?"""
 
 import json
+import sys
 from types import SimpleNamespace
 
+import benchmark_shapes
+import model_setup
 import pytest
 import torch
 from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
@@ -18,7 +21,6 @@ from tiny_sd3 import save_tiny_sd3
 
 from adaptiveload_hf import BucketConfig, LatentShape, UserError, make_accelerator
 from adaptiveload_hf.buckets.sources import load_prepared
-from adaptiveload_hf.commands.simulate import simulate
 
 COUNTS = {"1x4x4": 9, "1x4x8": 8, "1x8x8": 6}
 TEXT, POOLED = (77 + 8, 64), 40
@@ -77,11 +79,6 @@ def test_all_weights_are_trained_on_measured_buckets_with_validation_and_load_in
     pipeline.set_progress_bar_config(disable=True)
     pictures = pipeline("a cat", height=32, width=32, num_inference_steps=2, output_type="pt").images
     assert torch.isfinite(pictures).all()
-
-
-def test_the_command_that_a_simulation_ends_with_is_of_the_trainer_of_sd3(setup, full, capsys):
-    simulate(str(setup.folder / "bucket_config"), dataset=setup.dataset, world_size=[1])
-    assert "recipes/train_sd3.py" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_lora_of_both_streams_goes_on_as_if_undisturbed_and_loads_into_the_pipeline(setup, full, tmp_path):
@@ -151,10 +148,31 @@ def test_a_pipeline_that_is_no_sd3_and_flags_of_wan_are_refused(setup, tmp_path)
         choose_variant(parse(tmp_path, recipe="train_sd3"))
 
 
-def test_pictures_of_a_size_that_the_vae_does_not_make_are_refused(setup, tmp_path):
-    words = ("--validation_prompt", "a cat", "--validation_resolution", "1x24x32", "--rank", 2, "--from_scratch")
+@pytest.mark.parametrize("resolution", ["1x24x32", "5x32x32", "1x32x1552"])
+def test_pictures_of_a_size_that_cannot_be_made_are_refused(setup, full, tmp_path, resolution):
+    words = ("--validation_prompt", "a cat", "--validation_resolution", resolution, "--rank", 2, "--from_scratch")
     options = {"bucket_config": setup.folder / "bucket_config", "max_train_steps": 1}
-    with pytest.raises(
-        UserError, match="needs 1 frame and multiples of 16 pixels, such as 1x1024x1024, but it is 1x24"
-    ):
+    message = rf"needs 1 frame and multiples of 16 pixels up to 1536, .* but it is {resolution}\."
+    with pytest.raises(UserError, match=message):
         train_here(setup, tmp_path, *words, recipe="train_sd3", **options)
+
+
+def test_a_config_of_sd3_and_a_file_of_shapes_are_enough_to_time_its_lora(setup, tmp_path, monkeypatch, capsys):
+    (tmp_path / "shapes.json").write_text(json.dumps({"1x4x4": 40, "1x8x8": 30}))
+    words = ["--config", setup.pipeline / "transformer", "--shapes", tmp_path / "shapes.json", "--max_points", 4]
+    words += ["--output_dir", tmp_path / "config", "--rank", 2]
+    monkeypatch.setattr(sys, "argv", ["benchmark_shapes.py", *map(str, words)])
+    targets, add_lora = [], model_setup.add_lora
+
+    def seen(model, args):
+        targets.append(args.lora_target_modules)
+        add_lora(model, args)
+
+    monkeypatch.setattr(model_setup, "add_lora", seen)
+    with fresh_accelerate(ACCELERATE_USE_CPU="true"):
+        benchmark_shapes.main()
+    config = BucketConfig.from_pretrained(tmp_path / "config")
+    assert config.geometry.text_tokens == 77 + 256
+    assert config.environment["lora"] is True
+    assert targets == [LORA_TARGET_MODULES]
+    assert "recipes/train_sd3.py" in capsys.readouterr().err.splitlines()[-1]
