@@ -30,9 +30,10 @@ def points(*batch_sizes):
 
 
 def test_peak_and_reserved_memory_are_those_of_each_point(accelerator):
+    held = torch.cuda.memory_allocated() / 2**30  # of tests before
     found = measure_steps(accelerator, run_step, points(1, 4, 16))
     for measured in found:
-        assert measured.peak_gib == pytest.approx(measured.batch_size / 16, abs=0.05)
+        assert measured.peak_gib - held == pytest.approx(measured.batch_size / 16, abs=0.05)
         assert measured.peak_gib <= measured.reserved_gib <= 1.1 * measured.peak_gib + 0.1
 
 

@@ -139,7 +139,13 @@ def _wants_grad(args) -> bool:
 
 def _below_autograd(op, *args):
     with torch._C._AutoDispatchBelowAutograd():
-        return op(*args)
+        try:
+            return op(*args)
+        except RuntimeError as error:
+            # The stable ABI has one class of errors. Who handles too little memory waits for torch's.
+            if str(error).startswith("CUDA out of memory") and not isinstance(error, torch.OutOfMemoryError):
+                raise torch.OutOfMemoryError(f"{error} In {op}.") from None
+            raise
 
 
 def bits_of(flags) -> int:

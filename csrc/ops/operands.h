@@ -101,8 +101,15 @@ inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> sizes, Sc
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   const auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
   AtenTensorHandle made = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), size, strides, dtype, device_type,
-                                                  like.get_device_index(), &made));
+  // Not TORCH_ERROR_CODE_CHECK: it words its error in a std::stringstream, which crashed the process instead where the
+  // compiler's libstdc++ is not the one that torch was built with (g++ of its own beside torch 2.11.0+cu130).
+  if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), size, strides, dtype, device_type,
+                               like.get_device_index(), &made) != TORCH_SUCCESS) {
+    int64_t elements = 1;
+    for (const int64_t n : sizes) elements *= n;
+    throw std::runtime_error("CUDA out of memory. adaptiveload could not allocate " + std::to_string(elements) +
+                             " elements.");
+  }
   return Tensor(made);
 }
 
