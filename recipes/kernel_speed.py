@@ -154,7 +154,7 @@ def compile_ahead(tasks):
 def _compile_one(case: Case, name: str):
     contender = contenders(case).get(name)
     if contender is not None:
-        call, *operands = prepare(case, contender, torch.cuda.current_stream())
+        call, *operands = prepare(case, contender)
         differentiate(*operands)
         with torch.no_grad():
             call()

@@ -36,10 +36,14 @@ class Measured:
 
 
 def reserve(gib: int):
-    """Takes `gib`, or a quarter of a smaller GPU, from the driver for tensors, and again for graphs, a pool apart."""
+    """Takes `gib`, or a quarter of a smaller GPU, from the driver for tensors, and again for graphs, a pool apart.
+
+    Memory belongs to the stream that it was taken on. So one stream, on which graphs can be captured, does everything.
+    """
     size = min(gib << 30, torch.cuda.get_device_properties(0).total_memory // 4)
+    torch.cuda.set_stream(torch.cuda.Stream())
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         torch.empty(size, device="cuda", dtype=torch.uint8)[:1].zero_()
     torch.empty(size, device="cuda", dtype=torch.uint8)
     # Capturing a graph gives back memory of which nothing is in use; this is large enough to lie in it.
@@ -51,15 +55,13 @@ def _spacer() -> torch.Tensor:
     return torch.empty(random.randrange(1, SPACER_MIB) << 20, device="cuda", dtype=torch.uint8)
 
 
-def seconds_of_graph(call, sets: int, calls: int, stream: torch.cuda.Stream) -> float:
+def seconds_of_graph(call, sets: int, calls: int) -> float:
     """Median seconds of one of `calls` calls in a CUDA graph; call(i) works on buffers i and returns what it made."""
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for i in range(sets):
-            call(i)
+    for i in range(sets):
+        call(i)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=_HELD[0].pool(), stream=stream):
+    with torch.cuda.graph(graph, pool=_HELD[0].pool(), stream=torch.cuda.current_stream()):
         kept = [_spacer(), *(call(i % sets) for i in range(calls))]
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     graph.replay()
@@ -96,16 +98,10 @@ def copy_bandwidth() -> float:
     return 2 * nbytes / statistics.median(seconds)
 
 
-def prepare(case: Case, contender: Contender, stream: torch.cuda.Stream):
-    """(call, its wanted tensors, gradients of its outputs) on fresh buffers.
-
-    Backward runs on the stream of its forward, which is `stream`.
-    """
+def prepare(case: Case, contender: Contender):
+    """(call, its wanted tensors, outputs, gradients of its outputs) on fresh buffers."""
     call, wanted = contender(**make_arguments(case))
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        outputs = call()
-    torch.cuda.synchronize()
+    outputs = call()
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     return call, wanted, outputs, [torch.randn_like(output) for output in outputs]
 
@@ -129,8 +125,7 @@ def _measure_here(case: Case, contender: Contender, directions: int) -> tuple[fl
     elements = case.shape[0] * case.shape[1] * case.shape[2]
     cache = torch.cuda.get_device_properties(0).L2_cache_size
     sets = max(1, -(-4 * cache // (4 * elements)))
-    stream = torch.cuda.Stream()
-    prepared = [prepare(case, contender, stream) for _ in range(sets)]
+    prepared = [prepare(case, contender) for _ in range(sets)]
 
     def forward(i):
         return prepared[i][0]()
@@ -140,8 +135,8 @@ def _measure_here(case: Case, contender: Contender, directions: int) -> tuple[fl
 
     calls = max(CALLS, sets)
     with torch.no_grad():
-        forward_seconds = seconds_of_graph(forward, sets, calls, stream)
-    backward_seconds = seconds_of_graph(backward, sets, calls, stream) if directions == 2 else 0.0
+        forward_seconds = seconds_of_graph(forward, sets, calls)
+    backward_seconds = seconds_of_graph(backward, sets, calls) if directions == 2 else 0.0
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     alive = forward(0)
@@ -152,7 +147,7 @@ def _measure_here(case: Case, contender: Contender, directions: int) -> tuple[fl
 
 def host_microseconds(case: Case, contender: Contender) -> tuple[float, float]:
     """Time that the host needs for one forward and one backward call, all on one stream as in training."""
-    call, *operands = prepare(case, contender, torch.cuda.current_stream())
+    call, *operands = prepare(case, contender)
     return _host_time(call), _host_time(lambda: differentiate(*operands))
 
 
