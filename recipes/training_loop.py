@@ -76,6 +76,7 @@ def run_steps(accelerator: Accelerator, args, model, loader, scheduler, run, tot
                 done = []
             if stop:
                 break
+        monitor.close()
     if step < total_steps and accelerator.is_main_process:
         (output_dir / "STOP").unlink(missing_ok=True)
         say(f"stopped after step {step} of {total_steps}, as asked; to go on:\n{resume_command()}")
