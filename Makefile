@@ -36,7 +36,7 @@ gpu-test-sm80: $(INSTALLED)  ## 300 random cases through the code for compute 8.
 # With torch's allocator in between, memory of freed tensors would look initialised.
 sanitize: $(INSTALLED)  ## compute-sanitizer over every CUDA kernel, small inputs
 	$(BIN)/python setup.py --quiet build_ext --inplace
-	for tool in memcheck racecheck initcheck synccheck; do \
+	for tool in memcheck initcheck synccheck racecheck; do \
 		PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=. compute-sanitizer --tool $$tool --error-exitcode 1 \
 			$(BIN)/python tests/support/sanitize_sweep.py || exit 1; \
 	done

@@ -192,7 +192,8 @@ struct Feed {
     if (DEALT) row = signals.rows[stage][group.index];
     return row < runs.rows;
   }
-  // After a barrier of the group since it was read.
+  // After a barrier of the group since it was read, so one thread speaks for all. racecheck does not follow that where
+  // there are several groups, and reports the next write to the stage (docs/kernels.md, Proof).
   template <typename Fetch>
   __device__ __forceinline__ void leave(const Fetch&) {
     if (group.thread == 0) arrive(signals.departures[stage][group.index]);
