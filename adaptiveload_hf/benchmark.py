@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list
 from tqdm.auto import tqdm
 
-from .buckets.cost import Measurement, read_measurements
+from .buckets.cost import Measurement, MemoryModel, read_measurements
 from .buckets.fit import fit_memory_model
 from .buckets.points import Point, choose_points
 from .buckets.shapes import LatentShape, TokenGeometry
@@ -27,6 +28,7 @@ from .device_memory import (
     wait_for_device,
 )
 from .distributed import all_ranks_fail_together
+from .environment import MEMORY_RESERVE
 from .errors import UserError
 from .restart import all_ranks_restart_together
 
@@ -37,6 +39,7 @@ KNOWN_TO = 0.02  # relative standard error of the median at which a point is don
 ENOUGH_SECONDS = 5.0  # of timed steps: where they are long, or a shared machine is noisy, two repeats do
 OFF_THE_FLOOR = 3  # the largest point must take so many times the smallest, or only the floor is seen
 MOST_CLIMBS = 6  # each by a factor of 4
+LONGEST_CLIMB_SECONDS = 60.0  # of the steps at a point that only memory needs
 
 
 def measure_shapes(
@@ -54,12 +57,14 @@ def measure_shapes(
     shortest one or no longer fits: below that only the floor would be seen, where larger batches are free. Then the
     points of `choose_points` within that many tokens are timed. `max_points` counts the climb's too.
 
+    The batch climbs on, within the memory that is surely enough, until it is known how memory grows above its floor.
+
     Args: as in `choose_points` and `measure_steps`.
 
     Returns:
         All measurements, the same on every rank.
     """
-    max_tokens, climbed = None, {}
+    max_tokens, climbed, measured = None, {}, []
     for _ in range(min(MOST_CLIMBS, max_points - 3)):
         points = choose_points(shapes, geometry, max_points=max_points, max_tokens=max_tokens)
         first = points[0]
@@ -71,8 +76,30 @@ def measure_shapes(
         if reached is None or reached >= OFF_THE_FLOOR * seconds[str(first.shape), first.batch_size]:
             break
         max_tokens = 4 * last.all_tokens
+    while len(climbed) < max_points - 2:
+        names = {(str(point.shape), point.batch_size) for point in climbed}
+        last = _next_memory_point(accelerator, [m for m in measured if (m.shape, m.batch_size) in names])
+        if last is None or last in climbed:  # in it, but left out: larger than what ran out of memory
+            break
+        measured = measure_steps(accelerator, run_step, [last], output_path=output_path)
+        climbed[last] = None
     points = choose_points(shapes, geometry, max_points=max_points, max_tokens=max_tokens, measured=climbed)
     return measure_steps(accelerator, run_step, points, output_path=output_path)
+
+
+def _next_memory_point(accelerator: Accelerator, climbed: list[Measurement]) -> Point | None:
+    """The shortest shape at a batch that shows more of how memory grows; None if that is known, or cannot be had."""
+    law = _memory_law(climbed)
+    if law is None or law.known_tokens is None or any(m.oom for m in climbed):
+        return None
+    last = max(climbed, key=lambda m: m.batch_size)
+    limit_gib = (1 - MEMORY_RESERVE) * _memory_limit(accelerator)
+    factor = 2 if law.gib(1, law.known_tokens) > law.floor_gib else 4
+    batch = min(factor * last.batch_size, law.max_tokens(limit_gib) // last.tokens)
+    seconds = 3 * accelerator.gradient_accumulation_steps * last.seconds * batch / last.batch_size
+    if batch < 1.2 * last.batch_size or seconds > LONGEST_CLIMB_SECONDS:
+        return None
+    return Point(LatentShape.parse(last.shape), last.tokens, batch)
 
 
 def measure_steps(
@@ -241,11 +268,14 @@ def _is_known(seconds: list[float], accelerator: Accelerator) -> bool:
 
 
 def _predicted_gib(point: Point, measurements: list[Measurement]) -> float:
-    """From what was measured so far; 0 where that tells nothing."""
+    """The least it can be after what was measured; 0 where that tells nothing. What may fit is to be tried."""
+    law = _memory_law(measurements)
+    return 0.0 if law is None else float(replace(law, known_tokens=None).gib(point.batch_size, point.tokens))
+
+
+def _memory_law(measurements: list[Measurement]) -> MemoryModel | None:
     fitted = [m for m in measurements if m.peak_gib > 0 and not m.oom]
-    if len({m.batch_size * m.tokens for m in fitted}) < 2:
-        return 0.0
-    return float(fit_memory_model(fitted).gib(point.batch_size, point.tokens))
+    return fit_memory_model(fitted) if len({m.batch_size * m.tokens for m in fitted}) > 1 else None
 
 
 def _remaining_seconds(accelerator: Accelerator, points: list[Point], measurements: list[Measurement]) -> float | None:

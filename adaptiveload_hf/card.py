@@ -67,7 +67,9 @@ def _card(config, repo_id, has_picture):
     ]
     if config.memory_model is not None:
         memory = config.memory_model
-        parts.append(f"Memory: {memory.base_gib:.4g} GiB + {memory.gib_per_token:.4g} GiB for each token of B*S.")
+        line = f"{memory.base_gib:.4g} GiB + {memory.gib_per_token:.4g} GiB for each token of B*S"
+        beyond = "" if memory.known_tokens is None else f" Not known beyond B*S = {memory.known_tokens}."
+        parts.append(f"Memory: {line}, at least {memory.floor_gib:.4g} GiB.{beyond}")
     if has_picture:
         parts.append(f"![measured seconds, fitted laws and their errors]({PICTURE_FILE})")
     if config.measurements:

@@ -346,6 +346,11 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         if memory is not None:
             memory, said = memory_on_ranks(memory, self.environment, world_size)
             findings += said
+            if memory.known_tokens is not None:
+                findings.append(
+                    f"How memory grows beyond B*S = {memory.known_tokens} was not measured; it is taken as "
+                    "proportional to B*S, the most it can be. Measure a micro-batch twice as large."
+                )
             if memory_limit_gib is None:
                 memory_limit_gib, said = memory_limit(self.environment)
                 findings = [*([said] if said else []), *findings]

@@ -227,13 +227,17 @@ def _check_cost_model(saved, field, fitted):
 
 def _check_memory_model(saved):
     _check_object(saved, "memory_model")
-    names = {field.name for field in dataclasses.fields(MemoryModel)}
-    if saved.keys() != names:
+    names = [field.name for field in dataclasses.fields(MemoryModel)]
+    line, later = names[:2], names[2:]  # configs of before there was a floor have the line alone
+    if not set(line) <= saved.keys() <= set(names):
         raise UserError(
-            f"memory_model must have the keys {', '.join(sorted(names))}, but it has {', '.join(saved) or 'none'}."
+            f"memory_model must have the keys {', '.join(line)} and may have {', '.join(later)}, but it has "
+            f"{', '.join(saved) or 'none'}."
         )
-    for name in names:
+    for name in saved.keys() - {"known_tokens"}:
         _check_number(saved[name], f"memory_model.{name}")
+    if saved.get("known_tokens") is not None:
+        _check_count(saved["known_tokens"], "memory_model.known_tokens")
 
 
 def _check_plan(plan, field):

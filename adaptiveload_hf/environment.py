@@ -67,7 +67,7 @@ def memory_on_ranks(memory, measured, world_size):
     The memory law on another number of ranks than the measured one.
 
     FSDP2 shards weights, gradients and optimizer state over all ranks, so on fewer ranks each holds more: at most
-    base_gib * measured / world_size. On more ranks base_gib is kept, which is too much rather than too little.
+    base_gib and floor_gib times measured / world_size. On more ranks they are kept: too much rather than too little.
 
     Args:
         memory: `MemoryModel`.
@@ -79,7 +79,8 @@ def memory_on_ranks(memory, measured, world_size):
     ranks = measured.get("world_size")
     if ranks is None or world_size >= ranks or measured.get("strategy") != "fsdp2":
         return memory, []
-    larger = replace(memory, base_gib=memory.base_gib * ranks / world_size)
+    more = ranks / world_size
+    larger = replace(memory, base_gib=more * memory.base_gib, floor_gib=more * memory.floor_gib)
     return larger, [
         f"FSDP2 shards over {world_size} ranks instead of {ranks}: what a rank holds before any sample is taken as "
         f"{larger.base_gib:.1f} GiB instead of {memory.base_gib:.1f}, which is the most it can be."

@@ -16,6 +16,7 @@ from support.launch import ROOT, launch
 from adaptiveload_hf import LatentShape, Measurement, TokenGeometry, UserError, fit_cost_model, make_accelerator
 from adaptiveload_hf.benchmark import Point, append_line, choose_points, measure_shapes, measure_steps
 from adaptiveload_hf.buckets.cost import Roofline, read_measurements
+from adaptiveload_hf.buckets.fit import fit_memory_model
 from adaptiveload_hf.device_memory import DeviceMemory
 
 WORKER = ROOT / "tests" / "support" / "benchmark_worker.py"
@@ -237,6 +238,48 @@ def test_the_climb_off_the_floor_counts_among_the_points(accelerator, clock, tmp
     found = measure_shapes(accelerator, run_step, SHAPES, TokenGeometry(), output_path=tmp_path / "measurements.jsonl")
     assert len({*sizes}) == len(found) == 12
     assert max(m.seconds for m in found) > 3 * min(m.seconds for m in found)
+
+
+def measure_peaks(accelerator, device, clock, tmp_path, gib_of_tokens):
+    """Steps above the floor of seconds from the first climb on; their peaks as given."""
+
+    def run_step(shape, batch_size):
+        tokens = batch_size * TokenGeometry().tokens(shape)
+        clock[0] += max(0.4, 4e-5 * tokens)
+        device["peak_gib"] = gib_of_tokens(tokens)
+
+    path = tmp_path / "measurements.jsonl"
+    found = measure_shapes(accelerator, run_step, SHAPES, TokenGeometry(), output_path=path)
+    again = measure_shapes(accelerator, run_step, SHAPES, TokenGeometry(), output_path=path)
+    assert again == found and len(found) <= 12
+    return sorted(m.batch_size * m.tokens for m in found)
+
+
+def test_the_batch_climbs_on_until_the_slope_of_memory_above_its_floor_is_known(accelerator, device, clock, tmp_path):
+    def gib(tokens):
+        return max(2.66, 1.6 + 2e-5 * tokens)
+
+    work = measure_peaks(accelerator, device, clock, tmp_path, gib)
+    assert gib(work[-2]) > 2.66 and work[-1] == pytest.approx(2 * work[-2], rel=0.1)
+    assert fit_memory_model(read_measurements(tmp_path / "measurements.jsonl")[0]).known_tokens is None
+
+
+def test_the_climb_for_memory_stays_within_what_surely_fits(accelerator, device, clock, tmp_path):
+    work = measure_peaks(accelerator, device, clock, tmp_path, lambda tokens: 6.0)
+    before = max(w for w in work if w < work[-1])
+    assert 1.4 * before < work[-1] <= 1.5 * before, "90% of 10 GiB are there, and 6 taken"
+
+
+def test_the_climb_for_memory_ends_below_a_point_that_ran_out_of_memory(accelerator, device, clock, tmp_path):
+    bound = Measurement("21x60x104", 32760, 3, 0.0, 6.0, oom=True)
+    append_line(tmp_path / "measurements.jsonl", bound.to_json())
+    assert max(measure_peaks(accelerator, device, clock, tmp_path, lambda tokens: 6.0)) <= 3 * 32760
+
+
+def test_a_climb_for_memory_alone_does_not_take_minutes(accelerator, device, clock, tmp_path, monkeypatch):
+    monkeypatch.setattr("adaptiveload_hf.benchmark.LONGEST_CLIMB_SECONDS", 1.0)
+    work = measure_peaks(accelerator, device, clock, tmp_path, lambda tokens: 6.0)
+    assert work[-1] < 1.1 * work[-2]
 
 
 def test_a_range_of_two_shapes_is_filled_with_lengths_between():

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -112,7 +113,8 @@ def test_a_value_of_another_type_is_named():
         ("cost_model.errors.median", "low", "cost_model.errors.median must be a number from 0"),
         ("power_law.kind", "roofline", "power_law: A roofline cost model"),
         ("memory_model.base_gib", True, "memory_model.base_gib must be a number from 0 to .*, but it is True"),
-        ("memory_model.slope", 1, "memory_model must have the keys base_gib, gib_per_token"),
+        ("memory_model.slope", 1, "memory_model must have the keys base_gib, gib_per_token and may have floor_gib"),
+        ("memory_model.known_tokens", 0.5, "memory_model.known_tokens must be a whole number of at least 1"),
         ("example_plan", "mine", "example_plan must be a JSON object"),
         ("example_plan", {"policy": "dual"}, "example_plan lacks target_seconds, m_mem_tokens, buckets, findings"),
         ("environment.gpu_memory_gib", "80 GB", "environment.gpu_memory_gib must be a number from 0.1"),
@@ -300,6 +302,18 @@ def test_the_gpu_here_sets_the_memory_limit_and_another_one_is_said(config, monk
     assert findings[1].startswith("Measured on NVIDIA H200, but here is NVIDIA A100: seconds will be others.")
     here["gpu_memory_gib"] = 180.0
     assert config.plan(COUNTS, **RANKS).m_mem_tokens == pytest.approx(MEMORY.max_tokens(162), rel=1e-3)
+
+
+def test_a_config_of_before_there_was_a_floor_of_memory_loads_as_its_line(folder):
+    edit(folder, lambda fields: fields.update(memory_model={"base_gib": 3.0, "gib_per_token": 1e-4}))
+    assert BucketConfig.from_pretrained(folder).memory_model == MEMORY
+
+
+def test_a_plan_says_that_it_does_not_know_how_memory_grows():
+    config = make_config()
+    config.memory_model = replace(MEMORY, known_tokens=65_520)
+    findings = config.plan(COUNTS, **RANKS, memory_limit_gib=20).findings
+    assert any(finding.startswith("How memory grows beyond B*S = 65520 was not measured;") for finding in findings)
 
 
 def test_fewer_ranks_hold_more_of_a_sharded_model_each_and_the_plan_leaves_room_for_it(config):

@@ -222,17 +222,38 @@ def cost_model_from_dict(saved: dict) -> CostModel:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Peak memory of a rank: base_gib + gib_per_token * B * S, in GiB."""
+    """Peak memory of a rank: max(floor_gib, base_gib + gib_per_token * B * S), in GiB.
+
+    The floor is what no small micro-batch goes below: the optimizer step has a peak of its own. Where the slope above
+    it is not known, memory beyond the largest measured B*S is bounded by a proportion: max(floor, line, c * B * S).
+    Peaks are the highest of lines, and a line that holds something before any sample grows by less than that.
+
+    Args:
+        base_gib, gib_per_token: the line.
+        floor_gib: 0: none (configs of before had none).
+        known_tokens: B*S beyond which c * B * S counts, c such that it meets the law there; None: the slope is known.
+    """
 
     base_gib: float
     gib_per_token: float
+    floor_gib: float = 0.0
+    known_tokens: int | None = None
 
     def gib(self, batch_size, tokens):
         """Predicted GiB. batch_size, tokens: ints or arrays that broadcast."""
-        return self.base_gib + self.gib_per_token * np.asarray(batch_size, dtype=np.float64) * tokens
+        work = np.asarray(batch_size, dtype=np.float64) * tokens
+        return np.maximum(self._known_gib(work), self._bound_gib_per_token() * work)
 
     def max_tokens(self, limit_gib: float) -> int:
         """The paper's M_mem: the largest B*S that fits into limit_gib; 0 if nothing does."""
-        if limit_gib < self.base_gib:
+        if limit_gib < max(self.floor_gib, self.base_gib):
             return 0
-        return int((limit_gib - self.base_gib) / self.gib_per_token)
+        tokens = (limit_gib - self.base_gib) / self.gib_per_token
+        bound = self._bound_gib_per_token()
+        return int(min(tokens, limit_gib / bound) if bound else tokens)
+
+    def _known_gib(self, work):
+        return np.maximum(self.floor_gib, self.base_gib + self.gib_per_token * work)
+
+    def _bound_gib_per_token(self) -> float:
+        return float(self._known_gib(self.known_tokens)) / self.known_tokens if self.known_tokens else 0.0

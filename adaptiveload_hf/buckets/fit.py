@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,6 +15,10 @@ from .search import FORMS, LEAST_RESIDUAL_SCALE, TimedSteps, fit_form, minimise,
 # Steps shorter than this many times the shortest one may still be on the floor.
 _ABOVE_FLOOR = 1.5
 _LEAST_STRAY = 0.1
+# Peaks up to this many times the lowest are on the floor: those of Wan 1.3B on an H200 differ by 0.5% there.
+_ON_FLOOR = 1.02
+# Nearer points differ by what B*S does not tell, such as the prompt's tokens of each sample.
+_KNOWN_SPAN = 2
 _FRAGMENTED = 1.1  # held over used, at large steps; plans keep 10% of the GPU free for it
 
 
@@ -145,11 +150,13 @@ def find_outliers(fit: CostFit) -> list[Outlier]:
 
 
 def fit_memory_model(measurements: Sequence[Measurement], gpu_memory_gib: float | None = None) -> MemoryModel:
-    """The tightest line in B*S that lies on or above every measured peak.
+    """The tightest max(floor, line in B*S) that lies on or above every measured peak.
 
-    Not a mean line: half of its predictions would be too low, and each of those is a crash. Of repeated points the
-    highest counts. A point that ran out of memory needs more than its own peak, than any peak that fitted, and at
-    least the GPU's memory.
+    Not a mean line: half of its predictions would be too low, and each of those is a crash. Points on the floor say
+    nothing of the line. Its slope is known if the points above the floor span a factor of 2 in B*S; else it goes
+    through the last point on the floor, and beyond the largest point memory is bounded (`known_tokens`). Of repeated
+    points the highest counts. A point that ran out of memory needs more than its own peak, than any peak that fitted,
+    and at least the GPU's memory.
 
     Args:
         measurements: points with their peaks.
@@ -157,10 +164,12 @@ def fit_memory_model(measurements: Sequence[Measurement], gpu_memory_gib: float 
 
     Raises:
         UserError: no peak was measured, or at one B*S only.
+
+    Source: the paper has a limit M_mem in tokens and no law of memory; this one is ours.
     """
     from scipy.optimize import linprog
 
-    fitted = [(m.batch_size * m.tokens, m.peak_gib) for m in measurements if not m.oom and m.peak_gib > 0]
+    fitted = sorted((m.batch_size * m.tokens, m.peak_gib) for m in measurements if not m.oom and m.peak_gib > 0)
     if len({work for work, _ in fitted}) < 2:
         raise UserError(
             f"A memory model needs peak_gib at two or more different B*S, but found {sorted(set(fitted))} as "
@@ -169,20 +178,26 @@ def fit_memory_model(measurements: Sequence[Measurement], gpu_memory_gib: float 
     highest = max(gib for _, gib in fitted)
     bound = max(1.001 * highest, gpu_memory_gib or 0.0)
     failed = [(m.batch_size * m.tokens, max(bound, 1.001 * m.peak_gib)) for m in measurements if m.oom]
-    work, gib = np.array(sorted(fitted) + sorted(failed)).T
+    limit = _ON_FLOOR * min(gib for _, gib in fitted)
+    floor = max(point for point in fitted if point[1] <= limit)[0], max(gib for _, gib in fitted if gib <= limit)
+    rising = [point for point in fitted if point[1] > limit]
+    known = bool(rising) and rising[-1][0] >= _KNOWN_SPAN * rising[0][0]
+    work, gib = np.array([*rising, *sorted(failed), *([] if known else [floor])]).T
     scale = work.max()
     lines = np.stack([np.ones_like(work), work / scale], axis=1)
     base, slope = linprog(lines.sum(axis=0), A_ub=-lines, b_ub=-gib, bounds=(0, None)).x
-    return MemoryModel(float(base), float(max(slope, 1e-9 * highest) / scale))
+    slope = float(max(slope, 1e-9 * highest) / scale)
+    return MemoryModel(float(base), slope, floor[1], None if known else fitted[-1][0])
 
 
 def describe_measurements(measurements: Sequence[Measurement]) -> list[str]:
     """What a user should know of measurements that can be fitted, one sentence each.
 
     Repeats that disagree in memory, points that ran out of memory below one that fitted, memory lost to fragmentation,
-    and parts of the cost that the points leave to the form of the law, with the point to add.
+    parts of the cost that the points leave to the form of the law, and a slope of memory that they do
+    not tell, with the point to add.
     """
-    parts = (_repeats, _contradictions, _fragmentation, _weak_parts)
+    parts = (_repeats, _contradictions, _fragmentation, _weak_parts, _unknown_slope)
     return [sentence for part in parts for sentence in part(measurements)]
 
 
@@ -239,6 +254,23 @@ def _weak_parts(measurements):
             "quadratic work cannot be told apart. Add another shape at a batch size with as many tokens."
         )
     return found
+
+
+def _unknown_slope(measurements):
+    peaks = [m for m in measurements if not m.oom and m.peak_gib > 0]
+    if len({m.batch_size * m.tokens for m in peaks}) < 2:
+        return []
+    memory = fit_memory_model(measurements)
+    if memory.known_tokens is None:
+        return []
+    shortest = min(peaks, key=lambda m: m.tokens)
+    highest = max(m.peak_gib for m in peaks)
+    rise = "No point rises" if highest <= _ON_FLOOR * memory.floor_gib else "Too few points rise"
+    return [
+        f"{rise} above the floor of {memory.floor_gib:.1f} GiB, so how memory grows beyond B*S = "
+        f"{memory.known_tokens} is not known; plans take it as proportional to B*S, the most it can be. Add "
+        f"{shortest.shape} at batch size {math.ceil(_KNOWN_SPAN * memory.known_tokens / shortest.tokens)}."
+    ]
 
 
 def _name(measurement: Measurement) -> str:

@@ -1,0 +1,115 @@
+"""Is predicted memory on or above what was measured, and never too low beyond it, where the optimizer sets a floor?"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adaptiveload_hf.buckets.cost import Measurement, MemoryModel, read_measurements
+from adaptiveload_hf.buckets.fit import describe_measurements, fit_memory_model
+from adaptiveload_hf.environment import MEMORY_RESERVE, memory_on_ranks
+
+UNSEEN = 1 / 1.02  # peaks within 2% of the floor count as on it
+
+
+@pytest.fixture(scope="module")
+def h200():
+    """See tests/data/README.md; by growing peak: eight on the floor, three just above it, and 71 GiB."""
+    measured, problems = read_measurements(Path(__file__).parents[1] / "data" / "h200_wan_memory.jsonl")
+    assert not problems and len(measured) == 12
+    return sorted(measured, key=lambda m: m.peak_gib)
+
+
+def peaks(*points):
+    return [Measurement("1x8x8", 16, batch, 1.0, float(gib)) for batch, gib in points]
+
+
+def predict(memory, measured):
+    return float(memory.gib(measured.batch_size, measured.tokens))
+
+
+def test_points_on_the_floor_do_not_flatten_the_slope_of_real_h200_steps(h200):
+    memory = fit_memory_model(h200)
+    assert memory.known_tokens is None
+    assert memory.floor_gib == pytest.approx(26.66, abs=0.01)
+    assert memory.gib_per_token == pytest.approx(2.09e-4, rel=0.01)
+    for measured in h200:
+        assert measured.peak_gib - 1e-6 <= predict(memory, measured) <= 1.05 * measured.peak_gib
+    middle = [m for m in h200 if 27 < m.peak_gib < 60]
+    assert predict(fit_memory_model([m for m in h200 if m not in middle[1:]]), h200[-1]) == pytest.approx(
+        71.03, rel=0.05
+    )
+
+
+@pytest.mark.parametrize("points", [3, 8, 9, 10, 11])
+def test_without_the_largest_h200_step_its_memory_is_not_predicted_too_low_and_said_to_be_unknown(h200, points):
+    known = h200[:points]
+    memory = fit_memory_model(known)
+    assert memory.known_tokens == max(m.batch_size * m.tokens for m in known)
+    for measured in h200:
+        assert predict(memory, measured) >= UNSEEN * measured.peak_gib
+    assert predict(memory, h200[-1]) > h200[-1].peak_gib
+    assert h200[-1].batch_size * h200[-1].tokens > memory.max_tokens(71.0)
+    (found,) = [words for words in describe_measurements(known) if "how memory grows" in words]
+    rise = "No point rises" if points <= 8 else "Too few points rise"
+    assert found.startswith(f"{rise} above the floor of 26.")
+    assert f"beyond B*S = {memory.known_tokens} is not known" in found
+    if points == 11:
+        assert found.endswith("Add 1x60x104 at batch size 84.")
+
+
+def test_nothing_is_said_of_a_slope_that_is_known(h200):
+    assert not [words for words in describe_measurements(h200) if "how memory grows" in words]
+
+
+def test_what_the_allocator_held_for_each_h200_step_is_within_what_plans_keep_free(h200):
+    assert max(m.reserved_gib / m.peak_gib for m in h200) * (1 - MEMORY_RESERVE) < 0.99
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(0, 50), st.floats(0, 0.5)), min_size=1, max_size=3),
+    st.floats(1, 40),
+    st.sets(st.integers(1, 300), min_size=2, max_size=8),
+)
+def test_peaks_that_are_the_highest_of_lines_are_bounded_where_the_slope_is_unknown_at_any_size(lines, floor, batches):
+    def gib(batch):
+        return max(floor, *(base + slope * batch for base, slope in lines)) if lines else floor
+
+    memory = fit_memory_model(peaks(*((batch, gib(batch)) for batch in batches)))
+    sizes = sorted(batches) if memory.known_tokens is None else range(1, 1000, 7)
+    least = 1 - 1e-6 if memory.known_tokens is None else UNSEEN - 1e-6
+    for batch in sizes:
+        assert memory.gib(batch, 16) >= least * gib(batch)
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        MemoryModel(2.0, 1e-4, 5.0),
+        MemoryModel(2.0, 1e-4, 5.0, known_tokens=20_000),
+        MemoryModel(2.0, 1e-4, 5.0, 50_000),
+    ],
+)
+def test_max_tokens_is_the_last_that_fits_on_the_line_and_on_the_bound(memory):
+    for limit in (5.0, 6.0, 20.0):
+        tokens = memory.max_tokens(limit)
+        assert memory.gib(1, tokens) <= limit < memory.gib(1, tokens + 2)
+    assert memory.max_tokens(4.9) == 0
+
+
+def test_the_bound_is_none_below_the_largest_measured_micro_batch():
+    memory = MemoryModel(2.0, 1e-4, 5.0, known_tokens=50_000)
+    sizes = np.array([1, 10_000, 40_000, 50_000])
+    np.testing.assert_allclose(memory.gib(1, sizes), replace(memory, known_tokens=None).gib(1, sizes))
+    assert memory.gib(1, 100_000) == pytest.approx(14.0)
+
+
+def test_fewer_ranks_raise_floor_line_and_bound():
+    memory = MemoryModel(2.0, 1e-4, 5.0, known_tokens=20_000)
+    larger, _ = memory_on_ranks(memory, {"world_size": 8, "strategy": "fsdp2"}, 2)
+    assert larger == MemoryModel(8.0, 1e-4, 20.0, known_tokens=20_000)
+    assert larger.gib(1, 40_000) == pytest.approx(2 * 20)
