@@ -11,10 +11,10 @@ demo: $(INSTALLED)  ## prepare, measure, fit, plan, train, resume, report on sma
 	bash recipes/demo.sh $(DATA)
 
 test: $(INSTALLED)  ## everything that needs no GPU and no patience, on two processes
-	$(BIN)/python -m pytest -m "not gpu and not slow" --numprocesses 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not slow" --numprocesses 2 --dist loadfile
 
 test-slow: $(INSTALLED)  ## minutes of kills and resumes
-	$(BIN)/python -m pytest -m "slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu"
 
 # Everything else stays as pinned.
 matrix: $(INSTALLED)  ## the model half with the oldest supported diffusers, one between, and the newest

@@ -134,7 +134,11 @@ def test_the_gradient_of_uneven_ranks_is_that_of_one_process_on_the_union(world_
 
 
 @pytest.mark.parametrize(
-    ("strategy", "sizes"), [("fsdp2", {}), ("hsdp", {"dp_replicate_size": 2, "dp_shard_size": 2})]
+    ("strategy", "sizes"),
+    [
+        pytest.param("fsdp2", {}, marks=pytest.mark.slow),  # as two ranks, above
+        ("hsdp", {"dp_replicate_size": 2, "dp_shard_size": 2}),
+    ],
 )
 def test_the_gradient_of_four_sharded_ranks_is_that_of_one_process_on_the_union(strategy, sizes):
     check_gradients(4, strategy, sizes)
