@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.sdist import sdist
 
 OLDEST_TORCH = (2, 11)  # std::vector and std::optional in the stable ABI of csrc/ops
 TORCH_TARGET_VERSION = "0x020b000000000000"  # 2.11: major, minor, patch as one byte each
@@ -81,12 +82,22 @@ def extension_options(torch) -> dict:
     }
 
 
+class SourceArchive(sdist):
+    """The package and csrc, on any machine: setuptools adds csrc only where the extension can be built."""
+
+    def make_distribution(self):
+        self.filelist.graft("csrc")
+        self.filelist.prune("tests")
+        super().make_distribution()
+
+
 def main():
     torch = import_torch()
     reason = why_not_built(torch)
+    options = {} if reason is not None else extension_options(torch)
     if reason is not None:
         print(f"adaptiveload_hf: building without CUDA kernels: {reason}")
-    setup(**({} if reason is not None else extension_options(torch)))
+    setup(**options | {"cmdclass": options.get("cmdclass", {}) | {"sdist": SourceArchive}})
 
 
 if __name__ == "__main__":
