@@ -41,9 +41,10 @@ sanitize: $(INSTALLED)  ## compute-sanitizer over every CUDA kernel, small input
 			$(BIN)/python tests/support/sanitize_sweep.py || exit 1; \
 	done
 
-lint: $(INSTALLED)
+lint: $(INSTALLED)  ## style, and the types of the public names
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 clean:
 	rm -rf .venv build demo_output adaptiveload_hf/*.so *.egg-info

@@ -1,6 +1,33 @@
 """Which names does the package offer? Imported on first use, so `import adaptiveload_hf` stays light."""
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # for type checkers and editors, which do not run __getattr__
+    from .adaln.adapters import register_adapter as register_adapter
+    from .adaln.adapters import source_digest as source_digest
+    from .adaln.attention import AdaptiveLoadAttnProcessor as AdaptiveLoadAttnProcessor
+    from .adaln.patch import PatchReport as PatchReport
+    from .adaln.patch import patch_model as patch_model
+    from .adaln.patch import patched as patched
+    from .adaln.patch import unpatch_model as unpatch_model
+    from .benchmark import measure_steps as measure_steps
+    from .buckets.cost import Measurement as Measurement
+    from .buckets.fit import fit_cost_model as fit_cost_model
+    from .buckets.fit import fit_memory_model as fit_memory_model
+    from .buckets.plan import BucketPlan as BucketPlan
+    from .buckets.plan import dual_constraint_batch_size as dual_constraint_batch_size
+    from .buckets.plan import make_plan as make_plan
+    from .buckets.sampler import BucketBatchSampler as BucketBatchSampler
+    from .buckets.sampler import BucketDataLoader as BucketDataLoader
+    from .buckets.schedule import EpochSchedule as EpochSchedule
+    from .buckets.schedule import schedule_epoch as schedule_epoch
+    from .buckets.shapes import LatentShape as LatentShape
+    from .buckets.shapes import TokenGeometry as TokenGeometry
+    from .config import BucketConfig as BucketConfig
+    from .distributed import make_accelerator as make_accelerator
+    from .errors import UserError as UserError
+    from .monitor import TrainingMonitor as TrainingMonitor
 
 __version__ = "0.1.0"
 

@@ -3,18 +3,20 @@
 import shutil
 import tempfile
 import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.utils import PushToHubMixin
 
-from .buckets.cost import MemoryModel, cost_model_from_dict
-from .buckets.fit import fit_cost_model, fit_memory_model
+from .buckets.cost import Measurement, MemoryModel, cost_model_from_dict
+from .buckets.fit import CostFit, fit_cost_model, fit_memory_model
 from .buckets.flops import count_flops
 from .buckets.plan import BucketPlan, make_plan
 from .buckets.shapes import LatentShape, TokenGeometry
-from .buckets.simulate import BALANCES, compare
+from .buckets.simulate import BALANCES, ComparisonRow, compare
 from .card import write_card
 from .config_file import (
     CONFIG_FILE,
@@ -22,6 +24,7 @@ from .config_file import (
     MEASUREMENTS_FILE,
     check_fields,
     check_tokens,
+    cost_fields,
     is_counted,
     plain,
     read_config_measurements,
@@ -31,6 +34,8 @@ from .environment import assumptions, current_environment, differences, memory_l
 from .errors import UserError
 from .hub import download, full_id, is_hub_id, push_folder
 
+_Function = TypeVar("_Function", bound=Callable)
+_typed_register: Callable[[_Function], _Function] = register_to_config  # diffusers' own would hide the class's types
 _MODEL_KEYS = ("class", "config_hash", "patch_size", "text_tokens")
 
 
@@ -48,7 +53,7 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
     config_name = CONFIG_FILE
     ignore_for_config = ["measurements"]  # noqa: RUF012 (diffusers' own form)
 
-    @register_to_config
+    @_typed_register
     def __init__(
         self,
         *,
@@ -61,7 +66,7 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         memory_model: dict | None,
         example_plan: dict | None,
         batch_sizes: dict | None,
-        measurements=(),
+        measurements: Sequence[Measurement] = (),
     ):
         check_fields(self.config)
         self.origin = origin
@@ -78,8 +83,16 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
 
     @classmethod
     def from_measurements(
-        cls, measurements, *, model, environment, geometry, example_plan=None, fit=None, origin="benchmark"
-    ):
+        cls,
+        measurements: Sequence[Measurement],
+        *,
+        model: dict[str, Any],
+        environment: dict[str, Any],
+        geometry: TokenGeometry,
+        example_plan: BucketPlan | None = None,
+        fit: CostFit | None = None,
+        origin: str = "benchmark",
+    ) -> "BucketConfig":
         """
         Fit the cost law (and the memory law where memory was measured).
 
@@ -108,8 +121,8 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
             format_version=FORMAT_VERSION,
             origin=origin,
             **fields,
-            cost_model=_cost_fields(fit.candidates[fit.model.kind]),
-            power_law=_cost_fields(fit.candidates["power_law"]),
+            cost_model=cost_fields(fit.candidates[fit.model.kind]),
+            power_law=cost_fields(fit.candidates["power_law"]),
             memory_model=memory and asdict(memory),
             example_plan=example_plan and plain(example_plan.to_dict(), "example_plan"),
             batch_sizes=None,
@@ -117,7 +130,9 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         )
 
     @classmethod
-    def from_flops(cls, transformer_config, *, batch_sizes=None, text_tokens=None):
+    def from_flops(
+        cls, transformer_config: Any, *, batch_sizes: Mapping | None = None, text_tokens: int | None = None
+    ) -> "BucketConfig":
         """
         Without any measurement: a cost in proportion to the FLOPs of a transformer, enough to deal well.
 
@@ -146,17 +161,17 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
     @classmethod
     def from_pretrained(
         cls,
-        pretrained_model_name_or_path,
+        pretrained_model_name_or_path: str | Path,
         *,
-        strict=False,
-        environment=None,
-        model=None,
-        revision=None,
-        token=None,
-        cache_dir=None,
-        force_download=False,
-        local_files_only=False,
-    ):
+        strict: bool = False,
+        environment: dict[str, Any] | None = None,
+        model: dict[str, Any] | None = None,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        force_download: bool = False,
+        local_files_only: bool = False,
+    ) -> "BucketConfig":
         """
         Load from a folder or from the Hub. Only JSON is read; nothing in the files is executed.
 
@@ -181,9 +196,8 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
                 local_files_only=local_files_only,
             )
         fields = read_fields(folder / CONFIG_FILE)
-        measurements, problems = [], []
-        if not is_counted(fields):
-            measurements, problems = read_config_measurements(folder / MEASUREMENTS_FILE)
+        path = folder / MEASUREMENTS_FILE
+        measurements, problems = ([], []) if is_counted(fields) else read_config_measurements(path)
         for problem in problems:
             warnings.warn(f"{problem} The other lines are used.", stacklevel=2)
         try:
@@ -199,7 +213,7 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
             )
         return config
 
-    def save_pretrained(self, save_directory, push_to_hub=False, **push_options):
+    def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False, **push_options: Any) -> None:
         """
         Write `bucket_config.json`, `measurements.jsonl`, the card `README.md` and, with matplotlib, its picture.
 
@@ -218,7 +232,7 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         if push_to_hub:
             self._push(folder, push_options.pop("repo_id", folder.resolve().name), **push_options)
 
-    def push_to_hub(self, repo_id, **options):
+    def push_to_hub(self, repo_id: str, **options: Any) -> str:
         """
         Upload the files that `save_pretrained` writes to a model repository, which is made if missing.
 
@@ -238,17 +252,17 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
 
     def plan(
         self,
-        shape_counts,
+        shape_counts: Mapping[LatentShape, int],
         *,
-        world_size,
-        gradient_accumulation_steps=1,
-        memory_limit_gib=None,
-        target_seconds="auto",
-        policy=None,
-        allow_extrapolation=False,
-        batch_sizes=None,
-        samples_per_step=None,
-    ):
+        world_size: int,
+        gradient_accumulation_steps: int = 1,
+        memory_limit_gib: float | None = None,
+        target_seconds: float | str = "auto",
+        policy: str | None = None,
+        allow_extrapolation: bool = False,
+        batch_sizes: Mapping | None = None,
+        samples_per_step: float | None = None,
+    ) -> BucketPlan:
         """
         `buckets.plan.make_plan` with this config's laws.
 
@@ -258,8 +272,6 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
                 plan's findings state it. Without measured memory the largest micro-batch measured is the limit.
             policy: None is "dual", or "fixed" where the config has batch sizes of its own.
             the rest: as in `make_plan`.
-
-        Returns: `BucketPlan`.
         """
         policy = policy or ("fixed" if self.batch_sizes else "dual")
         if policy == "fixed":
@@ -282,15 +294,15 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
 
     def compare(
         self,
-        shape_counts,
+        shape_counts: Mapping[LatentShape, int],
         *,
-        policies=None,
-        balances=BALANCES,
-        world_sizes,
-        accumulations=(1,),
-        samples_per_step=None,
-        **options,
-    ):
+        policies: Sequence[str] | None = None,
+        balances: Sequence[str] = BALANCES,
+        world_sizes: Sequence[int],
+        accumulations: Sequence[int] = (1,),
+        samples_per_step: float | None = None,
+        **options: Any,
+    ) -> list[ComparisonRow]:
         """
         `buckets.simulate.compare` of plans by this config. The baseline is what trains without this package: batch
         sizes of equal tokens, or the config's own, dealt at random.
@@ -319,11 +331,11 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
             baseline=baseline,
         )
 
-    def assumptions(self, world_size, memory_limit_gib=None):
+    def assumptions(self, world_size: int, memory_limit_gib: float | None = None) -> list[str]:
         """What a plan for so many ranks takes for granted: memory limit, other ranks or GPU than measured."""
         return self._plan_options(world_size, memory_limit_gib)[1]
 
-    def check_environment(self, environment, model=None):
+    def check_environment(self, environment: dict[str, Any], model: dict[str, Any] | None = None) -> list[str]:
         """
         List where this config was measured otherwise than it is to be used.
 
@@ -386,12 +398,3 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         repo_id = full_id(repo_id, token=token)
         files = self._write(folder, repo_id)
         return push_folder(folder, files, repo_id, token=token, commit_message=commit_message, **options)
-
-
-def _cost_fields(candidate):
-    errors = {
-        "median": candidate.median_error,
-        "max": candidate.max_error,
-        "leave_one_out": candidate.leave_one_out_error,
-    }
-    return {"kind": candidate.model.kind, "parameters": candidate.model.parameters, "errors": errors}

@@ -21,6 +21,16 @@ ORIGINS = ("benchmark", "training_log", "counted")
 _LARGEST = 1e12  # of any number: no product of a few of them leaves the range of float64
 
 
+def cost_fields(candidate):
+    """What the file says of a fitted law: a `CandidateFit`."""
+    errors = {
+        "median": candidate.median_error,
+        "max": candidate.max_error,
+        "leave_one_out": candidate.leave_one_out_error,
+    }
+    return {"kind": candidate.model.kind, "parameters": candidate.model.parameters, "errors": errors}
+
+
 def plain(value, field):
     """
     JSON's own types for what configs are built from: NumPy scalars and arrays, tuples, shapes as keys or values.

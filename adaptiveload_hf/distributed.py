@@ -5,6 +5,8 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -26,7 +28,7 @@ _HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def make_accelerator(
-    *, gradient_accumulation_steps: int = 1, mixed_precision: str | None = None, **kwargs
+    *, gradient_accumulation_steps: int = 1, mixed_precision: str | None = None, **kwargs: Any
 ) -> Accelerator:
     """Builds the `Accelerator` for the launch configuration, or refuses one that would not train one shared model.
 
@@ -94,7 +96,7 @@ def strategy_of(accelerator: Accelerator) -> str:
 
 
 @contextlib.contextmanager
-def all_ranks_fail_together(accelerator: Accelerator):
+def all_ranks_fail_together(accelerator: Accelerator) -> Iterator[None]:
     """Ends the whole run when one rank raises inside: prints the reason and leaves at once, so that no rank waits.
 
     The other ranks stand in a collective that will never come, and so would this one in the process group's

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,9 +64,9 @@ def preflight(
     run_micro_step: Callable[[LatentShape, int], torch.Tensor],
     plan: BucketPlan,
     *,
-    model,
-    optimizer,
-    scheduler,
+    model: torch.nn.Module,
+    optimizer: Any,
+    scheduler: Any,
     checkpoint: Path | None = None,
 ) -> PreflightReport:
     """Tries what may end a run hours later, in its first minute, and leaves no trace of it.

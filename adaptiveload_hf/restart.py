@@ -6,7 +6,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
@@ -19,7 +20,9 @@ _PATIENCE_SECONDS = 60
 
 
 @contextlib.contextmanager
-def all_ranks_restart_together(accelerator: Accelerator, keep: Callable[[str], None]):
+def all_ranks_restart_together(
+    accelerator: Accelerator, keep: Callable[[str], None]
+) -> Iterator[Callable[[str], NoReturn]]:
     """Inside, a rank that ran out of memory can let all ranks start again from the first line of their program.
 
     The others stand in a collective that will never end. A thread of each rank watches a store of its own for the

@@ -1,15 +1,19 @@
 """Does setup.py build the kernels where it can, and the pure-Python package everywhere else?"""
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+import adaptiveload_hf
 
 ROOT = Path(__file__).parent.parent
 NVCC_13 = "echo 'Cuda compilation tools, release 13.0, V13.0.88'"
@@ -72,24 +76,42 @@ def test_the_users_own_architecture_list_is_kept(build, monkeypatch, tmp_path):
     assert all({target, "-DUSE_CUDA"} <= set(flags) for flags in captured["extra_compile_args"].values())
 
 
-def test_a_wheel_without_cuda_is_pure_python_and_holds_the_package(tmp_path):
+def run(*command, **options):
+    done = subprocess.run(list(map(str, command)), check=False, capture_output=True, text=True, **options)
+    if "invalid command 'bdist_wheel'" in done.stderr or "No module named" in done.stderr:
+        pytest.skip("this environment has no setuptools that builds wheels")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_sdist_holds_csrc_and_its_wheel_without_cuda_is_the_typed_package_alone(tmp_path):
     import torch
 
     if torch.version.cuda is not None:
         pytest.skip("this torch has CUDA")
-    source = tmp_path / "source"
-    ignored = shutil.ignore_patterns(".*", "tests", "build", "*.egg-info", "demo_output", "__pycache__")
-    shutil.copytree(ROOT, source, ignore=ignored)
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", tmp_path, source]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    if "invalid command 'bdist_wheel'" in done.stderr or "No module named" in done.stderr:
-        pytest.skip("this environment has no setuptools that builds wheels")
-    assert done.returncode == 0, done.stderr
+    checkout = tmp_path / "checkout"
+    ignored = shutil.ignore_patterns(".*", "build", "*.egg-info", "demo_output", "__pycache__")
+    shutil.copytree(ROOT, checkout, ignore=ignored)
+    run(sys.executable, "setup.py", "--quiet", "sdist", "--dist-dir", tmp_path, cwd=checkout)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        files = {name.partition("/")[2] for name in archive.getnames()}
+    assert {str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.*")} <= files
+    assert {"setup.py", "setup.cfg", "LICENSE", "README.md"} <= files
+
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", tmp_path, sdist)
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    assert "adaptiveload_hf/adaln/ops.py" in names
-    assert not [name for name in names if name.startswith(("csrc", "tests", "recipes"))]
+    assert {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()} == {
+        "adaptiveload_hf",
+        f"adaptiveload_hf-{adaptiveload_hf.__version__}.dist-info",
+    }
+    run(*pip, "install", "--no-deps", "--no-index", "-q", "--target", tmp_path / "installed", wheel)
+    code = "import adaptiveload_hf, importlib.resources as r; print(r.files(adaptiveload_hf).joinpath('py.typed'))"
+    found = run(sys.executable, "-P", "-c", code, env=os.environ | {"PYTHONPATH": str(tmp_path / "installed")})
+    assert Path(found.strip()) == tmp_path / "installed" / "adaptiveload_hf" / "py.typed"
+    assert Path(found.strip()).is_file()
 
 
 def test_kernels_compile_without_spills_and_warnings():

@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import types
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 from diffusers import ModelMixin
@@ -89,7 +90,7 @@ def unpatch_model(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def patched(model: nn.Module, **options) -> Iterator[PatchReport]:
+def patched(model: nn.Module, **options: Any) -> Iterator[PatchReport]:
     """Patch a model for the length of a `with` block. Options are those of `patch_model`."""
     report = patch_model(model, **options)
     try:

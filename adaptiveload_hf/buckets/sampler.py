@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
@@ -158,10 +160,10 @@ class BucketDataLoader(DataLoaderStateMixin):
 
     def __init__(
         self,
-        dataset,
-        config,
+        dataset: Any,
+        config: Any,
         *,
-        accelerator,
+        accelerator: Accelerator,
         shapes: BucketIndex | None = None,
         num_workers: int = 0,
         collate_fn: Callable[[list], dict] | None = None,
@@ -172,7 +174,7 @@ class BucketDataLoader(DataLoaderStateMixin):
         repeats: np.ndarray | None = None,
         persistent_workers: bool = False,
         prefetch_factor: int | None = None,
-        **plan_options,
+        **plan_options: Any,
     ):
         if on_dataset_change not in ("error", "new_epoch"):
             raise UserError(f"on_dataset_change is 'error' or 'new_epoch', but found {on_dataset_change!r}.")
@@ -191,7 +193,7 @@ class BucketDataLoader(DataLoaderStateMixin):
         self.rank, world_size = data_rank_and_size(accelerator)
         accumulation = accelerator.gradient_accumulation_steps
         run = {"world_size": world_size, "gradient_accumulation_steps": accumulation}
-        self.plan = config.plan(shape_counts(index, repeats), **run, **plan_options)
+        self.plan: BucketPlan = config.plan(shape_counts(index, repeats), **run, **plan_options)
         self.cost_model = cost = config.cost_model
         order = {"balance": balance, "loss_normalization": loss_normalization, "repeats": repeats}
         self._sampler = BucketBatchSampler(index.bucket_of_sample, self.plan, cost, **run, seed=seed, **order)

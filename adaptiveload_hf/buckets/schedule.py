@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -118,7 +119,7 @@ class _Setting:
 
 def schedule_epoch(
     bucket_of_sample: np.ndarray,
-    plan,
+    plan: Any,
     cost: CostModel,
     *,
     world_size: int,

@@ -7,11 +7,15 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import UserError
 from .latent_files import StoredTensor, load_pt_latent, name_tensors, name_text_tensors, read_header
 from .sample_rows import COLUMNS, Place, ReadSamples, keep_one_kind, make_place, make_table
 from .tar_index import open_index
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 # musubi-tuner's latent files: KEY_[FRAME-COUNT_]WIDTHxHEIGHT_ARCHITECTURE.safetensors, where clips have a frame part.
 _MUSUBI_IMAGE = re.compile(r"(?P<key>.+)_\d+x\d+_(?P<architecture>[^_]+)\.safetensors")
@@ -19,7 +23,7 @@ _MUSUBI_CLIP = re.compile(r"(?P<key>.+)_\d+-\d+(-\d+)?_\d+x\d+_(?P<architecture>
 _TEXT = "_te.safetensors"
 
 
-def load_prepared(path: str | Path):
+def load_prepared(path: str | Path) -> Dataset:
     """Loads what recipes/prepare_dataset.py wrote: its output folder, or the folder `dataset` inside it.
 
     Its rows can be selected by columns without reading tensors: latent_shape, prompt_embeds_shape, caption, file, ...
@@ -74,7 +78,9 @@ def _check_shards(dataset, root: Path) -> None:
                 )
 
 
-def load_latent_folder(folder: str | Path, *, latent_normalized: bool | None = None, prompt_length: int | None = None):
+def load_latent_folder(
+    folder: str | Path, *, latent_normalized: bool | None = None, prompt_length: int | None = None
+) -> tuple[Dataset, list[str]]:
     """Loads a folder of cached latents, one sample a file: musubi-tuner's and SimpleTuner's caches, or plain files.
 
     Only headers are read; a row reads its tensors when it is asked for. Files are taken in the order of their paths.
@@ -122,7 +128,7 @@ def load_tar_shards(
     latent_normalized: bool | None = None,
     prompt_length: int | None = None,
     index: str | Path | None = None,
-):
+) -> tuple[Dataset, list[str]]:
     """Loads WebDataset shards whose samples are `KEY.latent.safetensors` and `KEY.json`, by random access.
 
     A file of offsets is written beside the shards at the first time, and again when a shard's size or time of change
