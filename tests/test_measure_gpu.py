@@ -1,8 +1,11 @@
 """On a GPU: is memory measured and kept within, is running out of it survived, and does a preflight leave no trace?"""
 
+import os
+
 import pytest
 import torch
 from support.accelerators import fresh_accelerate
+from support.launch import ROOT, launch
 from support.preflight_runs import TinyRun
 
 from adaptiveload_hf import LatentShape, make_accelerator
@@ -67,3 +70,18 @@ def test_a_preflight_brings_back_weights_optimizer_and_random_numbers_bit_by_bit
     report = run.preflight(checkpoint=tmp_path / "checkpoint")
     assert all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
     assert all(tried.peak_gib > 0 for tried in report.tried)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two ranks need two GPUs")
+def test_a_sharded_bfloat16_run_after_a_preflight_is_bit_by_bit_the_run_without(tmp_path):
+    config = (ROOT / "accelerate_configs" / "fsdp2.yaml").read_text().replace("num_processes: 8", "num_processes: 2")
+    (tmp_path / "two.yaml").write_text(config)
+    done = launch(
+        ROOT / "tests" / "support" / "preflight_runs.py",
+        tmp_path / "checkpoint",
+        config=tmp_path / "two.yaml",
+        CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", "0,1"),
+        CUBLAS_WORKSPACE_CONFIG=":4096:8",
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 True True", "1 True True"]

@@ -8,4 +8,4 @@ mkdir -p "$out"
 echo '{"1x60x104": 400, "5x60x104": 160, "9x60x104": 120, "13x60x104": 100, "21x60x104": 80}' > "$out/shapes.json"
 accelerate launch --config_file accelerate_configs/single.yaml recipes/benchmark_shapes.py \
     --config recipes/runs/wan2.1_1.3b.json --shapes "$out/shapes.json" --output_dir "$out/config" \
-    --mixed_precision bf16 --gradient_checkpointing --memory_limit_gib 40
+    --mixed_precision bf16 --gradient_checkpointing

@@ -26,17 +26,17 @@ def environment_of() -> dict[str, str]:
     }
 
 
-def launch(script, *arguments, config=CPU_CONFIG, timeout=240) -> subprocess.CompletedProcess:
+def launch(script, *arguments, config=CPU_CONFIG, timeout=240, **environment) -> subprocess.CompletedProcess:
     """Runs `command_of(...)` to its end, output captured."""
-    return run(command_of(script, *arguments, config=config), timeout=timeout)
+    return run(command_of(script, *arguments, config=config), timeout=timeout, **environment)
 
 
-def run(command, timeout=240) -> subprocess.CompletedProcess:
+def run(command, timeout=240, **environment) -> subprocess.CompletedProcess:
     """Runs a command from the repository's root, output captured."""
     return subprocess.run(
         list(map(str, command)),
         cwd=ROOT,
-        env=environment_of(),
+        env=environment_of() | environment,
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -13,6 +13,7 @@ from diffusers import WanTransformer3DModel
 
 from adaptiveload_hf import LatentShape, make_accelerator
 from adaptiveload_hf.buckets.plan import Bucket, BucketPlan
+from adaptiveload_hf.distributed import model_input_dtype
 from adaptiveload_hf.preflight import preflight
 
 SIZES = {"1x4x4": 8, "2x4x8": 2, "3x8x8": 1, "1x4x8": 3}
@@ -52,9 +53,10 @@ class TinyRun:
 
     def micro_step(self, shape: LatentShape, batch_size: int) -> torch.Tensor:
         with self.accelerator.accumulate(self.model):
-            device = self.accelerator.device
-            latent = torch.randn(batch_size, 4, shape.frames, shape.height, shape.width, device=device)
-            text, time = torch.randn(batch_size, 7, 16, device=device), torch.full((batch_size,), 500.0, device=device)
+            like = {"device": self.accelerator.device, "dtype": model_input_dtype(self.accelerator)}
+            latent = torch.randn(batch_size, 4, shape.frames, shape.height, shape.width, **like)
+            text = torch.randn(batch_size, 7, 16, **like)
+            time = torch.full((batch_size,), 500.0, device=self.accelerator.device)
             predicted = self.model(latent, timestep=time, encoder_hidden_states=text, return_dict=False)[0]
             loss = (predicted - latent).square().mean()
             self.accelerator.backward(loss)
@@ -91,6 +93,7 @@ def same(one: list, other: list) -> bool:
 
 
 def main():
+    torch.use_deterministic_algorithms(True)
     accelerator = make_accelerator(gradient_accumulation_steps=2)
     results = []
     for wanted in (True, False):
