@@ -95,7 +95,7 @@ def _next_memory_point(accelerator: Accelerator, climbed: list[Measurement]) -> 
     last = max(climbed, key=lambda m: m.batch_size)
     limit_gib = (1 - MEMORY_RESERVE) * _memory_limit(accelerator)
     factor = 2 if law.gib(1, law.known_tokens) > law.floor_gib else 4
-    batch = min(factor * last.batch_size, law.max_tokens(limit_gib) // last.tokens)
+    batch = min(factor * last.batch_size, int(law.max_tokens(limit_gib, last.tokens)) // last.tokens)
     seconds = 3 * accelerator.gradient_accumulation_steps * last.seconds * batch / last.batch_size
     if batch < 1.2 * last.batch_size or seconds > LONGEST_CLIMB_SECONDS:
         return None

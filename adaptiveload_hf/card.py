@@ -68,6 +68,7 @@ def _card(config, repo_id, has_picture):
     if config.memory_model is not None:
         memory = config.memory_model
         line = f"{memory.base_gib:.4g} GiB + {memory.gib_per_token:.4g} GiB for each token of B*S"
+        line += f" + {memory.gib_per_sample:.4g} GiB for each sample" if memory.gib_per_sample else ""
         beyond = "" if memory.known_tokens is None else f" Not known beyond B*S = {memory.known_tokens}."
         parts.append(f"Memory: {line}, at least {memory.floor_gib:.4g} GiB.{beyond}")
     if has_picture:

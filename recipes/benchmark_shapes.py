@@ -250,12 +250,15 @@ def keep_one_setup(output_dir: Path, setup: dict):
 
 
 def unmeasured_largest(config: BucketConfig, gradient_accumulation_steps: int) -> Point | None:
-    """The plan's micro-batch with the most tokens, if none as large was measured and its steps are not too long."""
-    bucket = max(config.example_plan.buckets, key=lambda bucket: bucket.batch_size * bucket.tokens)
-    point = Point(bucket.shape, bucket.tokens, bucket.batch_size)
+    """Of the plan's micro-batches whose steps are not too long the one with the most tokens, if larger than measured.
+
+    Steps of the longest shapes may take a minute each; those are left to the preflight.
+    """
+    longest = LONGEST_CHECK_SECONDS / (3 * gradient_accumulation_steps)
+    points = [Point(b.shape, b.tokens, b.batch_size) for b in config.example_plan.buckets if b.seconds <= longest]
+    largest = max(points, key=lambda point: point.all_tokens, default=None)
     known = max(m.batch_size * m.tokens for m in config.measurements if not m.oom)
-    too_long = 3 * gradient_accumulation_steps * bucket.seconds > LONGEST_CHECK_SECONDS
-    return None if point.all_tokens <= known or too_long else point
+    return None if largest is None or largest.all_tokens <= known else largest
 
 
 def say_check(config: BucketConfig, point: Point, measurements: list):

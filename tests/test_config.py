@@ -289,7 +289,7 @@ def test_the_plan_keeps_a_reserve_of_the_measured_memory_and_says_so(config):
     plan = config.plan(COUNTS, **RANKS)
     limit = (1 - MEMORY_RESERVE) * ENVIRONMENT["gpu_memory_gib"]
     assert plan.findings[0] == f"Memory limit {limit:.1f} GiB: 90% of a GPU with 139.8 GiB."
-    assert plan.m_mem_tokens == pytest.approx(MEMORY.max_tokens(limit), rel=1e-3)
+    assert plan.m_mem_tokens == pytest.approx(MEMORY.max_tokens(limit, 16), rel=1e-3)
 
 
 def test_the_gpu_here_sets_the_memory_limit_and_another_one_is_said(config, monkeypatch):
@@ -301,7 +301,7 @@ def test_the_gpu_here_sets_the_memory_limit_and_another_one_is_said(config, monk
     )
     assert findings[1].startswith("Measured on NVIDIA H200, but here is NVIDIA A100: seconds will be others.")
     here["gpu_memory_gib"] = 180.0
-    assert config.plan(COUNTS, **RANKS).m_mem_tokens == pytest.approx(MEMORY.max_tokens(162), rel=1e-3)
+    assert config.plan(COUNTS, **RANKS).m_mem_tokens == pytest.approx(MEMORY.max_tokens(162, 16), rel=1e-3)
 
 
 def test_a_config_of_before_there_was_a_floor_of_memory_loads_as_its_line(folder):
@@ -322,12 +322,12 @@ def test_fewer_ranks_hold_more_of_a_sharded_model_each_and_the_plan_leaves_room_
     assert any(finding.startswith("FSDP2 shards over 2 ranks instead of 8: ") for finding in plan.findings)
     for other, world_size in (({**ENVIRONMENT, "strategy": "ddp"}, 2), (ENVIRONMENT, 64)):
         plan = make_config(environment=other).plan(COUNTS, world_size=world_size, memory_limit_gib=20)
-        assert plan.m_mem_tokens == pytest.approx(MEMORY.max_tokens(20), rel=1e-3)
+        assert plan.m_mem_tokens == pytest.approx(MEMORY.max_tokens(20, 16), rel=1e-3)
 
 
 def test_a_given_memory_limit_counts(config):
     plan = config.plan(COUNTS, **RANKS, memory_limit_gib=20)
-    assert plan.m_mem_tokens == pytest.approx(MEMORY.max_tokens(20), rel=1e-3)
+    assert plan.m_mem_tokens == pytest.approx(MEMORY.max_tokens(20, 16), rel=1e-3)
     assert max(bucket.gib for bucket in plan.buckets) <= 20
 
 

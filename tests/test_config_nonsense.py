@@ -11,7 +11,7 @@ from adaptiveload_hf import BucketConfig, LatentShape, UserError
 COUNTS = {LatentShape(1, 60, 104): 300, LatentShape(5, 60, 104): 80, LatentShape(21, 60, 104): 40}
 RANKS = {"world_size": 2, "gradient_accumulation_steps": 2}
 MISSING, INFINITY = "missing", "1e999"  # the second as JSON's number, which Python reads as infinity
-NONSENSE = [-1, "x", None, [], {}, [1], True, 10**400, 1e300, MISSING, INFINITY]
+NONSENSE = [-1, 0, "x", None, [], {}, [1], True, 10**400, 1e300, MISSING, INFINITY]
 MAY_BE_ANYTHING = (
     "versions",
     "class",

@@ -11,6 +11,8 @@ import numpy as np
 
 from ..errors import UserError
 
+_MOST_TOKENS = 1 << 53  # where memory does not grow; whole in float64
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -222,7 +224,7 @@ def cost_model_from_dict(saved: dict) -> CostModel:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Peak memory of a rank: max(floor_gib, base_gib + gib_per_token * B * S), in GiB.
+    """Peak memory of a rank: max(floor_gib, base_gib + B * (gib_per_sample + gib_per_token * S)), in GiB.
 
     The floor is what no small micro-batch goes below: the optimizer step has a peak of its own. Where the slope above
     it is not known, memory beyond the largest measured B*S is bounded by a proportion: max(floor, line, c * B * S).
@@ -232,28 +234,37 @@ class MemoryModel:
         base_gib, gib_per_token: the line.
         floor_gib: 0: none (configs of before had none).
         known_tokens: B*S beyond which c * B * S counts, c such that it meets the law there; None: the slope is known.
+        gib_per_sample: what each sample takes whatever its shape, such as its prompt.
     """
 
     base_gib: float
     gib_per_token: float
     floor_gib: float = 0.0
     known_tokens: int | None = None
+    gib_per_sample: float = 0.0
 
     def gib(self, batch_size, tokens):
         """Predicted GiB. batch_size, tokens: ints or arrays that broadcast."""
-        work = np.asarray(batch_size, dtype=np.float64) * tokens
-        return np.maximum(self._known_gib(work), self._bound_gib_per_token() * work)
+        batch_size = np.asarray(batch_size, dtype=np.float64)
+        line = self._known_gib(batch_size * (self.gib_per_sample + self.gib_per_token * np.asarray(tokens)))
+        return np.maximum(line, self._bound_gib_per_token() * batch_size * tokens)
 
-    def max_tokens(self, limit_gib: float) -> int:
-        """The paper's M_mem: the largest B*S that fits into limit_gib; 0 if nothing does."""
+    def max_tokens(self, limit_gib: float, tokens):
+        """The paper's M_mem: the largest B*S of samples of S tokens that fits into limit_gib; 0 if nothing does.
+
+        tokens: S, int or array; returns int64 of its shape.
+        """
+        tokens = np.asarray(tokens)
         if limit_gib < max(self.floor_gib, self.base_gib):
-            return 0
-        tokens = (limit_gib - self.base_gib) / self.gib_per_token
+            return np.zeros_like(tokens)
+        found = (limit_gib - self.base_gib) / (self.gib_per_token + self.gib_per_sample / tokens)
         bound = self._bound_gib_per_token()
-        return int(min(tokens, limit_gib / bound) if bound else tokens)
+        return np.minimum(found, limit_gib / bound if bound else _MOST_TOKENS).astype(np.int64)
 
-    def _known_gib(self, work):
-        return np.maximum(self.floor_gib, self.base_gib + self.gib_per_token * work)
+    def _known_gib(self, growing_gib):
+        return np.maximum(self.floor_gib, self.base_gib + growing_gib)
 
     def _bound_gib_per_token(self) -> float:
-        return float(self._known_gib(self.known_tokens)) / self.known_tokens if self.known_tokens else 0.0
+        if self.known_tokens is None:
+            return 0.0
+        return float(self._known_gib(self.gib_per_token * self.known_tokens)) / self.known_tokens

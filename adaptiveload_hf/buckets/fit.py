@@ -19,6 +19,7 @@ _LEAST_STRAY = 0.1
 _ON_FLOOR = 1.02
 # Nearer points differ by what B*S does not tell, such as the prompt's tokens of each sample.
 _KNOWN_SPAN = 2
+_SAMPLE_SPAN = 4
 _FRAGMENTED = 1.1  # held over used, at large steps; plans keep 10% of the GPU free for it
 
 
@@ -150,13 +151,14 @@ def find_outliers(fit: CostFit) -> list[Outlier]:
 
 
 def fit_memory_model(measurements: Sequence[Measurement], gpu_memory_gib: float | None = None) -> MemoryModel:
-    """The tightest max(floor, line in B*S) that lies on or above every measured peak.
+    """The tightest max(floor, line in B and B*S) that lies on or above every measured peak.
 
     Not a mean line: half of its predictions would be too low, and each of those is a crash. Points on the floor say
     nothing of the line. Its slope is known if the points above the floor span a factor of 2 in B*S; else it goes
-    through the last point on the floor, and beyond the largest point memory is bounded (`known_tokens`). Of repeated
-    points the highest counts. A point that ran out of memory needs more than its own peak, than any peak that fitted,
-    and at least the GPU's memory.
+    through the last point on the floor, and beyond the largest point memory is bounded (`known_tokens`). What a sample
+    takes beside its tokens is told by three points above the floor that span a factor of 4 in S; else it counts as
+    tokens. Of repeated points the highest counts. A point that ran out of memory needs more than its own peak, than
+    any peak that fitted, and at least the GPU's memory.
 
     Args:
         measurements: points with their peaks.
@@ -169,25 +171,33 @@ def fit_memory_model(measurements: Sequence[Measurement], gpu_memory_gib: float 
     """
     from scipy.optimize import linprog
 
-    fitted = sorted((m.batch_size * m.tokens, m.peak_gib) for m in measurements if not m.oom and m.peak_gib > 0)
-    if len({work for work, _ in fitted}) < 2:
+    fitted = sorted((m.batch_size * m.tokens, m.peak_gib, m.tokens) for m in measurements if _has_peak(m))
+    if len({work for work, _, _ in fitted}) < 2:
         raise UserError(
-            f"A memory model needs peak_gib at two or more different B*S, but found {sorted(set(fitted))} as "
-            "(B*S, GiB). Measure on the device that you will train on, a small and a large point."
+            f"A memory model needs peak_gib at two or more different B*S, but found {[p[:2] for p in fitted]} as (B*S, "
+            "GiB). Measure on the device that you will train on, a small and a large point."
         )
-    highest = max(gib for _, gib in fitted)
+    highest = max(gib for _, gib, _ in fitted)
     bound = max(1.001 * highest, gpu_memory_gib or 0.0)
-    failed = [(m.batch_size * m.tokens, max(bound, 1.001 * m.peak_gib)) for m in measurements if m.oom]
-    limit = _ON_FLOOR * min(gib for _, gib in fitted)
-    floor = max(point for point in fitted if point[1] <= limit)[0], max(gib for _, gib in fitted if gib <= limit)
-    rising = [point for point in fitted if point[1] > limit]
+    failed = [(m.batch_size * m.tokens, max(bound, 1.001 * m.peak_gib), m.tokens) for m in measurements if m.oom]
+    limit = _ON_FLOOR * min(gib for _, gib, _ in fitted)
+    on_floor, rising = ([p for p in fitted if (p[1] <= limit) == low] for low in (True, False))
+    floor = (on_floor[-1][0], max(gib for _, gib, _ in on_floor), on_floor[-1][2])
     known = bool(rising) and rising[-1][0] >= _KNOWN_SPAN * rising[0][0]
-    work, gib = np.array([*rising, *sorted(failed), *([] if known else [floor])]).T
-    scale = work.max()
-    lines = np.stack([np.ones_like(work), work / scale], axis=1)
-    base, slope = linprog(lines.sum(axis=0), A_ub=-lines, b_ub=-gib, bounds=(0, None)).x
-    slope = float(max(slope, 1e-9 * highest) / scale)
-    return MemoryModel(float(base), slope, floor[1], None if known else fitted[-1][0])
+    lengths = [tokens for _, _, tokens in rising]
+    by_sample = known and len(rising) > 2 and max(lengths) >= _SAMPLE_SPAN * min(lengths)
+
+    work, gib, tokens = np.array([*rising, *sorted(failed), *([] if known else [floor])]).T
+    lines = np.stack([np.ones_like(work), work, work / tokens], axis=1)
+    scale = lines.max(axis=0)
+    bounds = [(0, None), (0, None), (0, None if by_sample else 0)]
+    found = linprog((lines / scale).sum(axis=0), A_ub=-lines / scale, b_ub=-gib, bounds=bounds).x / scale
+    slope = max(found[1], 1e-9 * highest / scale[1])
+    return MemoryModel(float(found[0]), float(slope), floor[1], None if known else fitted[-1][0], float(found[2]))
+
+
+def _has_peak(measurement: Measurement) -> bool:
+    return measurement.peak_gib > 0 and not measurement.oom
 
 
 def describe_measurements(measurements: Sequence[Measurement]) -> list[str]:
@@ -203,9 +213,8 @@ def describe_measurements(measurements: Sequence[Measurement]) -> list[str]:
 
 def _repeats(measurements):
     peaks: dict[tuple[int, str, int], list[float]] = {}
-    for m in measurements:
-        if not m.oom and m.peak_gib > 0:
-            peaks.setdefault((m.tokens, m.shape, m.batch_size), []).append(m.peak_gib)
+    for m in filter(_has_peak, measurements):
+        peaks.setdefault((m.tokens, m.shape, m.batch_size), []).append(m.peak_gib)
     return [
         f"{shape} at batch size {batch} was measured at {min(gib):.2f} to {max(gib):.2f} GiB; the higher is used."
         for (_, shape, batch), gib in sorted(peaks.items())
@@ -257,7 +266,7 @@ def _weak_parts(measurements):
 
 
 def _unknown_slope(measurements):
-    peaks = [m for m in measurements if not m.oom and m.peak_gib > 0]
+    peaks = list(filter(_has_peak, measurements))
     if len({m.batch_size * m.tokens for m in peaks}) < 2:
         return []
     memory = fit_memory_model(measurements)

@@ -57,7 +57,8 @@ class Bucket:
 class BucketPlan:
     """Batch size per bucket for one histogram, W and K. Buckets are sorted by shape.
 
-    m_mem_tokens: the memory limit in tokens of a micro-batch; None if nothing limits it.
+    m_mem_tokens: the memory limit in tokens of a micro-batch, of shapes whose samples take most beside their tokens;
+        None if nothing limits it.
     target_seconds: the compute limit, in the cost model's unit; None where the policy has none.
     findings: sentences about what the limits do, and about what a sample weighs in the loss.
     """
@@ -148,7 +149,7 @@ def make_plan(
             f"memory_limit_gib = {memory_limit_gib:g} says nothing without measured memory. Measure on the GPU "
             "(recipes/benchmark_shapes.py), or leave it out and give batch_sizes that are known to fit."
         )
-    m_mem_tokens = memory.max_tokens(memory_limit_gib) if limited else m_mem_tokens
+    m_mem_tokens = memory.max_tokens(memory_limit_gib, tokens) if limited else m_mem_tokens
     given = _given(shapes, policy, batch_sizes or {})
     work = Workload(shapes, counts, tokens, given, cost, world_size, gradient_accumulation_steps, m_mem_tokens)
     _check_counts(work)
@@ -165,7 +166,7 @@ def make_plan(
     gib = [None] * len(shapes) if memory is None else [float(memory.gib(b, s)) for b, s in zip(sizes, tokens)]
     seconds = cost.seconds(sizes, tokens).tolist()
     rows = zip(shapes, tokens.tolist(), counts.tolist(), sizes.tolist(), seconds, gib, bounds)
-    return BucketPlan(policy, target, m_mem_tokens, tuple(Bucket(*row) for row in rows), findings)
+    return BucketPlan(policy, target, work.least_m_mem_tokens, tuple(Bucket(*row) for row in rows), findings)
 
 
 def _check_counts(work: Workload) -> None:
@@ -253,7 +254,7 @@ def _batch_sizes(
 ) -> tuple[np.ndarray, list[str]]:
     """B of each bucket as the policy says, and what bound it."""
     if policy in ("fixed", "equal_token"):
-        budget = token_budget or work.m_mem_tokens or int(work.tokens.max())
+        budget = token_budget or work.least_m_mem_tokens or int(work.tokens.max())
         sizes, bounds = np.maximum(1, budget // work.tokens), ["memory"] * len(work.tokens)
     elif policy == "equal_time":
         compute = work.batches_within(target)
@@ -313,9 +314,9 @@ def _findings(
 def _memory_finding(work: Workload, sizes: np.ndarray, limited: bool) -> str | None:
     if work.m_mem_tokens is None:
         return "No memory model or limit: nothing keeps a micro-batch from running out of memory."
-    over = ", ".join(str(s) for s, b, t in zip(work.shapes, sizes, work.tokens) if b * t > work.m_mem_tokens)
+    over = ", ".join(str(shape) for shape, more in zip(work.shapes, sizes * work.tokens > work.m_mem_tokens) if more)
     if limited:
-        return over and f"Over the memory limit of {work.m_mem_tokens} tokens: {over}."
+        return over and f"Over the memory limit: {over}."
     if over:
         return f"Memory was not measured: known to fit are {work.m_mem_tokens} tokens, and these may not: {over}."
     return f"Memory was not measured: micro-batches stay within {work.m_mem_tokens} tokens, known to fit."

@@ -17,7 +17,10 @@ _SHORT_EPOCH = 1 << 11
 
 @dataclass(frozen=True)
 class Workload:
-    """The data and the run that a plan is for, as arrays over the buckets. given: 0 where the policy chooses B."""
+    """The data and the run that a plan is for, as arrays over the buckets.
+
+    given: 0 where the policy chooses B. m_mem_tokens: M_mem of all buckets, or an array over them.
+    """
 
     shapes: tuple[LatentShape, ...]
     counts: np.ndarray
@@ -26,7 +29,12 @@ class Workload:
     cost: CostModel
     world_size: int
     gradient_accumulation_steps: int
-    m_mem_tokens: int | None
+    m_mem_tokens: int | np.ndarray | None
+
+    @property
+    def least_m_mem_tokens(self) -> int | None:
+        """M_mem that holds for every bucket."""
+        return None if self.m_mem_tokens is None else int(np.min(self.m_mem_tokens))
 
     @property
     def one_seconds(self) -> float:

@@ -261,9 +261,9 @@ def test_the_memory_line_is_never_below_a_measured_peak(h200):
 
 def test_max_tokens_is_the_last_that_fits():
     memory = MemoryModel(2.0, 1e-4)
-    tokens = memory.max_tokens(10.0)
+    tokens = memory.max_tokens(10.0, 16)
     assert memory.gib(1, tokens) <= 10.0 < memory.gib(1, tokens + 2)
-    assert memory.max_tokens(1.9) == 0
+    assert memory.max_tokens(1.9, 16) == 0
 
 
 def test_without_measured_peaks_there_is_no_memory_model():

@@ -92,7 +92,7 @@ def test_of_repeated_peaks_the_higher_is_planned_with_and_named_in_any_order_of_
 
 def test_a_failure_below_a_success_is_believed_and_named():
     points = [*peaks((1, 10), (4, 40), (8, 70)), Measurement("5x8x8", 80, 1, 0.0, 30.0, oom=True)]
-    assert fit_memory_model(points).max_tokens(70.0) < 80
+    assert fit_memory_model(points).max_tokens(70.0, 16) < 80
     assert describe_measurements(points)[0] == (
         "5x8x8 at batch size 1 ran out of memory, though 1x8x8 at batch size 8, which is larger, did not; the failure "
         "is believed."
@@ -101,8 +101,8 @@ def test_a_failure_below_a_success_is_believed_and_named():
 
 def test_a_point_that_ran_out_of_memory_is_never_within_a_limit_of_that_gpu():
     points = [*peaks((1, 60), (4, 64), (8, 70)), Measurement("1x8x8", 16, 9, 0.0, 30.0, oom=True)]
-    assert fit_memory_model(points).max_tokens(72.0) >= 9 * 16, "its peak alone would let it in"
-    assert fit_memory_model(points, gpu_memory_gib=80.0).max_tokens(72.0) < 9 * 16
+    assert fit_memory_model(points).max_tokens(72.0, 16) >= 9 * 16, "its peak alone would let it in"
+    assert fit_memory_model(points, gpu_memory_gib=80.0).max_tokens(72.0, 16) < 9 * 16
 
 
 def test_memory_that_fragmentation_wastes_is_said_of_large_steps_alone():
