@@ -174,8 +174,8 @@ def fit_memory_model(measurements: Sequence[Measurement], gpu_memory_gib: float 
     fitted = sorted((m.batch_size * m.tokens, m.peak_gib, m.tokens) for m in measurements if _has_peak(m))
     if len({work for work, _, _ in fitted}) < 2:
         raise UserError(
-            f"A memory model needs peak_gib at two or more different B*S, but found {[p[:2] for p in fitted]} as (B*S, "
-            "GiB). Measure on the device that you will train on, a small and a large point."
+            f"A memory model needs peak_gib at two or more different B*S, but found {[p[:2] for p in fitted]} as "
+            "(B*S, GiB). Measure on the device that you will train on, a small and a large point."
         )
     highest = max(gib for _, gib, _ in fitted)
     bound = max(1.001 * highest, gpu_memory_gib or 0.0)
