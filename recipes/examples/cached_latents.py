@@ -1,0 +1,23 @@
+"""Start from latents that musubi-tuner has cached, without measuring anything: its batch sizes, dealt by cost.
+
+python recipes/examples/cached_latents.py CACHE_FOLDER Wan-AI/Wan2.1-T2V-1.3B-Diffusers
+"""
+
+import sys
+
+from diffusers import WanTransformer3DModel
+
+from adaptiveload_hf import BucketConfig, BucketDataLoader, make_accelerator
+from adaptiveload_hf.buckets.shapes import read_shapes
+from adaptiveload_hf.buckets.sources import load_latent_folder
+
+cache, pipeline = sys.argv[1:]
+dataset, problems = load_latent_folder(cache, latent_normalized=True, prompt_length=512)  # as it stores Wan's
+print(f"{len(dataset)} samples", *problems, sep="\n")
+
+batch_sizes = {str(shape): 4 if shape.frames == 1 else 1 for shape in read_shapes(dataset).shapes}
+model_config = WanTransformer3DModel.load_config(pipeline, subfolder="transformer")
+config = BucketConfig.from_flops(model_config, batch_sizes=batch_sizes)
+loader = BucketDataLoader(dataset, config, accelerator=make_accelerator(gradient_accumulation_steps=2))
+for batch in loader:
+    print(batch["bucket"], list(batch["latent"].shape), list(batch["prompt_embeds"].shape), batch["caption"])
