@@ -4,6 +4,7 @@ import hashlib
 from pathlib import Path
 
 import torch
+from flow_matching import occurrence_names
 from safetensors.torch import load_file
 
 from adaptiveload_hf import UserError
@@ -12,7 +13,7 @@ from adaptiveload_hf import UserError
 def make_caption_dropout(proportion: float, dataset_dir, seed: int):
     """(batch, epoch) -> batch, in which a share of the samples has the embedding of the empty caption.
 
-    Which ones depends on (seed, epoch, sample) alone, as their noise does.
+    Which ones depends on (seed, epoch, sample, occurrence) alone, as their noise does.
 
     Args:
         proportion: of samples, 0 to 1.
@@ -35,7 +36,7 @@ def make_caption_dropout(proportion: float, dataset_dir, seed: int):
 
     def drop(batch: dict, epoch: int) -> dict:
         dropped = torch.tensor(
-            [_draw(seed, epoch, sample) < proportion for sample in batch["sample_index"].tolist()],
+            [_draw(seed, epoch, name) < proportion for name in occurrence_names(batch)],
             device=batch["latent"].device,
         )
         replaced = {}
@@ -48,7 +49,7 @@ def make_caption_dropout(proportion: float, dataset_dir, seed: int):
     return drop
 
 
-def _draw(seed: int, epoch: int, sample: int) -> float:
+def _draw(seed: int, epoch: int, name: str) -> float:
     """Uniform in [0, 1)."""
-    key = hashlib.blake2b(f"caption/{seed}/{epoch}/{sample}".encode(), digest_size=8).digest()
+    key = hashlib.blake2b(f"caption/{seed}/{epoch}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(key, "little") / 2**64

@@ -1,7 +1,9 @@
 """Which data does a run train on, in which micro-batches, and for how many optimizer steps?"""
 
+from fnmatch import fnmatchcase
 from pathlib import Path
 
+import numpy as np
 from accelerate import Accelerator
 
 from adaptiveload_hf import BucketConfig, BucketDataLoader, LatentShape, UserError
@@ -22,6 +24,7 @@ def make_loader(
         accelerator=accelerator,
         num_workers=args.dataloader_num_workers,
         seed=args.seed,
+        repeats=parse_repeats(args.repeats, dataset),
         balance=args.balance,
         loss_normalization=args.loss_normalization,
         memory_limit_gib=args.memory_limit_gib,
@@ -48,6 +51,35 @@ def check_widths(transformer_config: dict, *widths: tuple[int, str, str]) -> Non
                 f"the transformer takes {what} of width {transformer_config[name]} ({name}), but the dataset holds "
                 f"width {found}. Prepare the dataset with this pipeline."
             )
+
+
+def parse_repeats(words: list[str] | None, dataset) -> np.ndarray | None:
+    """How often each sample occurs in an epoch, float [samples]: `["photos/*=0.5"]` takes half of those files.
+
+    The last pattern that fits a sample's `file` counts, and without any it occurs once.
+
+    Raises:
+        UserError: a word of another form, or a pattern that fits no file.
+    """
+    if words is None:
+        return None
+    files = dataset.select_columns(["file"])["file"]
+    repeats = np.ones(len(files))
+    for word in words:
+        pattern, _, number = word.rpartition("=")
+        try:
+            times = float(number)
+        except ValueError:
+            times = -1.0
+        if not pattern or not 0 <= times < float("inf"):
+            raise UserError(f"--repeats is written PATTERN=N, such as 'photos/*=0.5', but found {word!r}.")
+        fits = [fnmatchcase(file, pattern) for file in files]
+        if not any(fits):
+            raise UserError(
+                f"--repeats {word}: no file of the dataset fits {pattern!r}; they are named like {files[0]!r}."
+            )
+        repeats[fits] = times
+    return repeats
 
 
 def parse_batch_sizes(words: list[str] | None) -> dict[str, int] | None:

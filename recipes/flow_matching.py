@@ -16,12 +16,12 @@ MOST_DRAWS = 10_000  # for one sigma within bounds: enough for a share of 1e-3
 
 @dataclass(frozen=True)
 class FlowMatching:
-    """The flow-matching loss, with noise and timestep that depend on nothing but (seed, epoch, sample).
+    """The flow-matching loss, with noise and timestep that depend on nothing but (seed, epoch, sample, occurrence).
 
     x_sigma = (1 - sigma) * latent + sigma * noise, target = noise - latent, timestep = 1000 * sigma, with
     sigma = shift * (1 - u) / (1 + (shift - 1) * (1 - u)) and u drawn as in diffusers' scripts.
     Runs with another schedule, number of ranks or accumulation see each sample with the same noise, and no two
-    samples share it.
+    samples share it, nor do the occurrences of one that is repeated.
 
     shift_size: F*H*W of the latent that `shift` is meant for; another gets shift * sqrt(its size / shift_size). None:
         the same shift for all.
@@ -42,13 +42,13 @@ class FlowMatching:
     bounds: tuple[float, float] = (0.0, 1.0)
     first_frame_given: bool = False
 
-    def draw(self, latent: torch.Tensor, epoch: int, sample_index: torch.Tensor):
+    def draw(self, latent: torch.Tensor, epoch: int, names: list[str]):
         """Noise and sigma of a micro-batch.
 
         Args:
             latent: [B, C, F, H, W]; only its shape and device count.
             epoch: of the schedule.
-            sample_index: int64 [B].
+            names: from `occurrence_names`.
 
         Returns:
             noise, float32 [B, C, F, H, W], and sigma, float32 [B], in (0, 1].
@@ -58,8 +58,8 @@ class FlowMatching:
             shift *= math.sqrt(math.prod(latent.shape[2:]) / self.shift_size)
         generator = torch.Generator(latent.device)
         noises, sigmas = [], []
-        for sample in sample_index.tolist():
-            key = hashlib.blake2b(f"{self.seed}/{epoch}/{sample}".encode(), digest_size=8).digest()
+        for name in names:
+            key = hashlib.blake2b(f"{self.seed}/{epoch}/{name}".encode(), digest_size=8).digest()
             generator.manual_seed(int.from_bytes(key, "little"))
             noises.append(torch.randn(latent.shape[1:], device=latent.device, generator=generator))
             # Sigma on the CPU, from a generator of its own: a GPU would have to be waited for at each draw.
@@ -87,11 +87,11 @@ class FlowMatching:
         Args:
             predict: (noisy latent float32 [B, C, F, H, W], timestep float32 [B], batch) -> the model's velocity, of
                 the latent's shape. The timestep stays float32, for bf16 would turn 997.3 into 996.
-            batch: `latent` [B, C, F, H, W] normalised, `sample_index` int64 [B], and what `predict` needs.
+            batch: `latent` [B, C, F, H, W] normalised, what `occurrence_names` reads, and what `predict` needs.
             epoch: of the schedule.
         """
         latent = batch["latent"].float()
-        noise, sigma = self.draw(latent, epoch, batch["sample_index"])
+        noise, sigma = self.draw(latent, epoch, occurrence_names(batch))
         mix = sigma.view(-1, *[1] * (latent.ndim - 1))
         prediction = predict((1 - mix) * latent + mix * noise, 1000 * sigma, batch)
         error = (prediction.float() - (noise - latent)).square()
@@ -99,6 +99,17 @@ class FlowMatching:
             error = error[:, :, 1:]
         error = error.flatten(1).mean(1)
         return compute_loss_weighting_for_sd3(self.weighting_scheme, sigma) * error
+
+
+def occurrence_names(batch: dict) -> list[str]:
+    """What the random numbers of each sample of a micro-batch are keyed by: "7", or "7/1" where it comes once more.
+
+    Args:
+        batch: `sample_index` int64 [B], and `occurrence` int64 [B] where samples may be repeated.
+    """
+    samples = batch["sample_index"].tolist()
+    occurrences = batch["occurrence"].tolist() if "occurrence" in batch else [0] * len(samples)
+    return [f"{sample}/{more}" if more else str(sample) for sample, more in zip(samples, occurrences)]
 
 
 def make_flow_matching(args, bounds: tuple[float, float] = (0.0, 1.0), first_frame_given: bool = False):

@@ -1,10 +1,13 @@
 """How does a run end early without losing work, and with which command does it go on?"""
 
 import contextlib
+import os
 import shlex
 import signal
 import sys
 from pathlib import Path
+
+import psutil
 
 from adaptiveload_hf import UserError
 
@@ -32,7 +35,7 @@ def stop_requests(output_dir: Path):
 
 
 def resume_command(**changed: list[str]) -> str:
-    """This process's own command, resuming from the latest checkpoint, with the options in `changed` instead.
+    """The command that started this process, going on from the latest checkpoint; `changed` are options to replace.
 
     A token is left out, for the command is printed.
     """
@@ -45,7 +48,20 @@ def resume_command(**changed: list[str]) -> str:
             words.append(word)
     for name, values in changed.items():
         words += [f"--{name}", *values]
-    return f"accelerate launch <the options it was launched with> {shlex.join(words)}"
+    return shlex.join([*_launcher(), *words])
+
+
+def _launcher() -> list[str]:
+    """What stands before the script in the launcher's own command: `accelerate launch --config_file ...`."""
+    try:
+        words = psutil.Process(os.getppid()).cmdline()
+    except psutil.Error:
+        words = []
+    if sys.argv[0] not in words:
+        return ["python"]
+    python, program, *options = words[: words.index(sys.argv[0])]
+    # `python /env/bin/accelerate launch` is what `accelerate launch` has become.
+    return [Path(python).name, program, *options] if program == "-m" else [Path(program).name, *options]
 
 
 def out_of_memory(

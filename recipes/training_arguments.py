@@ -60,6 +60,8 @@ def add_run_arguments(parser) -> None:
         help="begin without trying the worst bucket, a checkpoint and the others",
     )
     add("--batch_sizes", nargs="+", metavar="SHAPE=B", help="instead of the plan's, such as 21x60x104=1")
+    add("--repeats", nargs="+", metavar="PATTERN=N",
+        help="how often files occur in an epoch, such as 'photos/*=0.5'; the last that fits counts")  # fmt: skip
     add("--num_train_epochs", type=int, default=1)
     add("--max_train_steps", type=int, help="optimizer steps in all; overrides --num_train_epochs")
     add("--balance", default="auto", help="none, step, window:n or auto")

@@ -85,9 +85,9 @@ class BucketBatchSampler:
         return self._order["loss_normalization"]
 
     @property
-    def same_every_epoch(self) -> bool:
-        """Whether every epoch has equally many optimizer steps; not so with repeats, which are rounded anew."""
-        return self._run["repeats"] is None
+    def repeated(self) -> bool:
+        """Whether samples may come several times in an epoch; then epochs may differ in optimizer steps."""
+        return self._run["repeats"] is not None
 
     def num_update_steps(self, epoch: int) -> int:
         """Optimizer steps of one whole epoch."""
@@ -136,8 +136,8 @@ class BucketDataLoader(DataLoaderStateMixin):
     Not a torch DataLoader, so `accelerator.prepare` returns it as it is. Construct it on all ranks after the
     Accelerator: it takes W, rank and K from there, and registers itself for save_state and load_state. Its batches are
     what collate_fn returns plus loss_weight (float: multiply the micro-batch's mean loss with it before
-    `accelerator.backward`), bucket (the shape, str), micro_step (position in `schedule`) and sample_index (int64 [B],
-    on the CPU). It advances its own epoch.
+    `accelerator.backward`), bucket (the shape, str), micro_step (position in `schedule`), sample_index and, with
+    repeats, occurrence (`EpochSchedule.occurrences`; both int64 [B], on the CPU). It advances its own epoch.
 
     Args:
         dataset: rows by index; dict rows get `sample_index` added before collate_fn sees them.
@@ -234,7 +234,7 @@ class BucketDataLoader(DataLoaderStateMixin):
         if self.epoch >= epochs:
             return self.global_step
         later = range(self.epoch + 1, epochs)
-        if self._sampler.same_every_epoch:
+        if not self._sampler.repeated:
             rest = len(later) * self._sampler.num_update_steps(self.epoch)
         else:
             rest = sum(self._sampler.num_update_steps(epoch) for epoch in later)
@@ -290,6 +290,8 @@ class BucketDataLoader(DataLoaderStateMixin):
         batch["bucket"] = str(self.plan.buckets[bucket].shape)
         batch["micro_step"] = micro_step
         batch["sample_index"] = torch.tensor(schedule.micro_batch(micro_step, self.rank))
+        if self._sampler.repeated:
+            batch["occurrence"] = torch.tensor(schedule.occurrences(micro_step, self.rank))
         return batch
 
     def _begin_epoch(self, epoch: int, segments: Sequence[dict], global_step: int) -> None:

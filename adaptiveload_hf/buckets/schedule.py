@@ -75,10 +75,31 @@ class EpochSchedule:
             digest.update(np.ascontiguousarray(array, dtype="<i8"))
         return digest.hexdigest()
 
+    @cached_property
+    def _times_to_come(self) -> np.ndarray:
+        """Of each entry of sample_order, int64 [n]."""
+        counted = np.flatnonzero(np.repeat(self.loss_weight > 0, self.sizes))[::-1]
+        order = np.argsort(self.sample_order[counted], kind="stable")
+        samples = self.sample_order[counted[order]]
+        place = np.arange(len(samples))
+        first = np.append(True, samples[1:] != samples[:-1])
+        times = np.zeros(len(self.sample_order), dtype=np.int64)
+        times[counted[order]] = place - np.maximum.accumulate(np.where(first, place, 0))
+        return times
+
     def micro_batch(self, micro_step: int, rank: int) -> np.ndarray:
         """Sample indices, int64 [B], of one data rank's micro-batch."""
         j = micro_step * self.world_size + rank
         return self.sample_order[self.offsets[j] : self.offsets[j + 1]]
+
+    def occurrences(self, micro_step: int, rank: int) -> np.ndarray:
+        """How many times each sample of this micro-batch is still to come in the epoch, int64 [B]; 0 for padding.
+
+        Counted from the end, (sample, occurrence) are the same pairs in any order of the epoch, also where what was
+        left of it has been dealt anew: what random numbers of a sample can be keyed by.
+        """
+        j = micro_step * self.world_size + rank
+        return self._times_to_come[self.offsets[j] : self.offsets[j + 1]]
 
     def rank_batches(self, rank: int, first_micro_step: int) -> Iterator[list[int]]:
         """One data rank's micro-batches from first_micro_step on."""

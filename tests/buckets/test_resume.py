@@ -43,6 +43,16 @@ def trained(schedule, micro_steps):
     return schedule.sample_order[schedule.offsets[first] : schedule.offsets[last]][counts]
 
 
+def occurrences(schedule, first=0, last=None):
+    """(sample, how often it is still to come) in these micro-steps, but for padding."""
+    pairs = []
+    for step in range(first, last or schedule.num_micro_steps):
+        for rank in range(schedule.world_size):
+            if schedule.loss_weight[step * schedule.world_size + rank] > 0:
+                pairs += zip(schedule.micro_batch(step, rank).tolist(), schedule.occurrences(step, rank).tolist())
+    return pairs
+
+
 SETTINGS = st.builds(
     Setting,
     st.integers(1, 4),
@@ -102,6 +112,10 @@ def test_repeated_samples_are_resumed_as_often_as_they_are_due():
     rest = second.schedule([part], repeats=repeats)
     found = np.concatenate([trained(whole, part["micro_steps"]), rest.unseen()])
     assert sorted(found) == sorted(whole.unseen())
+    due = [(sample, k) for sample, times in enumerate(np.bincount(found)) for k in range(times)]
+    assert max(due, key=lambda pair: pair[1])[1] == 2
+    assert sorted(occurrences(whole)) == due
+    assert sorted(occurrences(whole, 0, part["micro_steps"]) + occurrences(rest)) == due, "an occurrence came twice"
 
 
 def test_fewer_samples_left_than_an_optimizer_step_needs_are_filled_with_padding_of_weight_zero():

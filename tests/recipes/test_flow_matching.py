@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from flow_matching import FlowMatching, make_flow_matching
+from flow_matching import FlowMatching, make_flow_matching, occurrence_names
 from support.recipe_arguments import parse
 
 from adaptiveload_hf import UserError
@@ -15,7 +15,7 @@ def flow(shift=1.0, scheme="logit_normal", mean=0.0, seed=0, **options):
 
 
 def draw(flow, *samples, epoch=0, size=(2, 4, 4)):
-    return flow.draw(torch.zeros(len(samples), 16, *size), epoch, torch.tensor(samples))
+    return flow.draw(torch.zeros(len(samples), 16, *size), epoch, [str(sample) for sample in samples])
 
 
 def test_a_sample_gets_the_same_noise_and_sigma_in_every_micro_batch():
@@ -31,6 +31,14 @@ def test_no_two_samples_epochs_or_seeds_share_their_noise():
     )
     distances = torch.cdist(noise.flatten(1), noise.flatten(1))
     assert (distances + 100 * torch.eye(len(noise))).min() > 1
+
+
+def test_a_sample_that_comes_twice_in_an_epoch_has_other_noise_and_another_sigma_the_second_time():
+    batch = {"sample_index": torch.tensor([3, 3, 5]), "occurrence": torch.tensor([1, 0, 0])}
+    (first, second, other), sigma = draw(FLOW, *occurrence_names(batch))
+    assert len(set(sigma.tolist())) == 3
+    assert min(torch.dist(first, second), torch.dist(first, other)) > 1
+    assert torch.equal(second, draw(FLOW, 3)[0][0]), "the last time is that of a sample that comes once"
 
 
 def test_no_two_samples_share_their_sigma():
@@ -79,7 +87,7 @@ def test_an_expert_whose_noise_levels_are_hardly_ever_drawn_is_refused():
 def test_the_loss_is_the_weighted_mean_square_of_the_velocity_error(scheme, weight):
     matching, latent = flow(3.0, scheme), torch.randn(3, 16, 2, 4, 4)
     batch = {"latent": latent, "sample_index": torch.arange(3)}
-    noise, sigma = matching.draw(latent, 4, batch["sample_index"])
+    noise, sigma = matching.draw(latent, 4, ["0", "1", "2"])
     off = torch.tensor([0.0, 1.0, 2.0]).view(-1, 1, 1, 1, 1)
 
     def predict(noisy, timestep, given):
@@ -99,9 +107,7 @@ def test_a_first_frame_that_is_given_has_no_loss_but_a_still_has(frames, counted
     batch = {"latent": latent, "sample_index": torch.arange(2)}
     error = torch.full_like(latent, 2.0)
     error[:, :, 0] = 1.0
-    losses = matching.sample_losses(
-        lambda *_: matching.draw(latent, 0, batch["sample_index"])[0] - latent + error, batch, 0
-    )
+    losses = matching.sample_losses(lambda *_: matching.draw(latent, 0, ["0", "1"])[0] - latent + error, batch, 0)
     torch.testing.assert_close(losses, torch.full((2,), counted))
 
 

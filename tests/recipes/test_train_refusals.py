@@ -1,18 +1,24 @@
 """What does a run refuse by name before it reads any weights, and what does it survive?"""
 
+import os
+import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 import train_wan
 from caption_dropout import make_caption_dropout
-from data_setup import parse_batch_sizes
+from data_setup import parse_batch_sizes, parse_repeats
 from safetensors.torch import save_file
 from stopping import resume_command
+from support.launch import ROOT
 from support.prepared import save_config, save_prepared
 from support.train_ranks import COUNTS, train_here
 
 from adaptiveload_hf import UserError
+from adaptiveload_hf.buckets.sources import load_prepared
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +158,48 @@ def test_a_resume_command_replaces_options_and_keeps_the_others(monkeypatch):
     )
     command = resume_command(batch_sizes=["z=3"])
     assert command.endswith("train_wan.py --a 1 --b 'two words' --resume_from_checkpoint latest --batch_sizes z=3")
+
+
+def test_a_resume_command_begins_with_the_launchers_own(tmp_path):
+    launcher, script = tmp_path / "accelerate", tmp_path / "train.py"
+    launcher.write_text("import subprocess, sys\nsubprocess.run([sys.executable, *sys.argv[-3:]], check=True)")
+    script.write_text("from stopping import resume_command\nprint(resume_command())")
+    words = ["launch", "--config_file", "a b.yaml", str(script), "--seed", "1"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "recipes")))}
+
+    def said(*command):
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+
+    rest = f"{script} --seed 1 --resume_from_checkpoint latest"
+    assert said(sys.executable, str(launcher), *words) == f"accelerate launch --config_file 'a b.yaml' {rest}"
+    assert said(sys.executable, *words[3:]) == f"python {rest}"
+
+
+def test_files_are_repeated_by_pattern_with_other_noise_each_time_and_in_another_schedule_the_same(setup, tmp_path):
+    """An epoch's summed loss at a learning rate of zero is that of its (sample, noise) pairs."""
+    files = load_prepared(setup.dataset)
+    assert parse_repeats(["*=0.5", "1?.mp4=3"], files).tolist() == [3.0 if 10 <= i < 20 else 0.5 for i in range(48)]
+    for word in ("2", "*=two", "*=-1", "*=inf", "=2"):
+        with pytest.raises(UserError, match=rf"PATTERN=N, such as 'photos/\*=0.5', but found '{re.escape(word)}'"):
+            parse_repeats([word], files)
+    with pytest.raises(UserError, match=r"no file of the dataset fits 'a/\*'; they are named like '0.mp4'"):
+        parse_repeats(["a/*=2"], files)
+
+    def epoch_loss(name, *words, **changed):
+        words = ("--num_train_epochs", 1, "--proportion_empty_prompts", 0, *words)
+        options = {"learning_rate": 0.0, "max_train_steps": None, "checkpointing_steps": 100, **changed}
+        metrics = train_here(setup, tmp_path / name, *words, **options)
+        tokens = sum(line["tokens"] for line in metrics)
+        return sum(line["samples"] for line in metrics), sum(
+            line["loss"] * line["tokens"] for line in metrics
+        ) / tokens
+
+    once = epoch_loss("once")
+    twice = epoch_loss("twice", "--repeats", "*=2")
+    other = epoch_loss("other", "--repeats", "*=2", balance="none", gradient_accumulation_steps=1)
+    assert (once[0], twice[0]) == (48, 96)
+    assert abs(twice[1] / once[1] - 1) > 1e-4, "the repeats had the same noise"
+    assert other == pytest.approx(twice, rel=1e-5)
 
 
 def test_batch_sizes_of_another_form_are_refused():
