@@ -14,7 +14,9 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
+from support.accelerators import fresh_accelerate
 from support.launch import ROOT, launch, run
+from torch.distributed.run import get_args_parser as torch_launch_parser
 
 from adaptiveload_hf import UserError, make_accelerator
 from adaptiveload_hf.distributed import all_ranks_fail_together, model_input_dtype, strategy_of
@@ -165,6 +167,22 @@ def test_accelerate_takes_the_launch_lines_of_the_documentation(monkeypatch):
         sizes = [int(environment.get(f"PARALLELISM_CONFIG_DP_{kind}_SIZE", 1)) for kind in ("REPLICATE", "SHARD")]
         assert sizes[0] * sizes[1] in (1, arguments.num_processes)
     assert launched == [8, 16, 128]
+
+
+def test_torchrun_takes_its_line_of_the_documentation_and_it_says_what_fsdp2_yaml_says(monkeypatch):
+    text = (ROOT / "docs" / "training.md").read_text().replace("\\\n", " ")
+    (line,) = re.findall(r"^(ACCELERATE_USE_FSDP=.* torchrun .*recipes/train_wan.py)", text, re.M)
+    said, words = line.split(" torchrun ")
+    arguments = torch_launch_parser().parse_args(words.split())
+    assert (arguments.nnodes, arguments.nproc_per_node, arguments.rdzv_backend) == ("2", "8", "c10d")
+    file = ["--config_file", str(ROOT / "accelerate_configs" / "fsdp2.yaml"), "train.py"]
+    launched, _, _ = _validate_launch_command(launch_command_parser().parse_args(file))
+    plugins = []
+    for environment in (dict(word.split("=") for word in said.split()), prepare_multi_gpu_env(launched)):
+        with fresh_accelerate(**environment):
+            precision = os.environ["ACCELERATE_MIXED_PRECISION"]
+            plugins.append((str(FullyShardedDataParallelPlugin()), precision))
+    assert plugins[0] == plugins[1]
 
 
 def test_every_key_of_the_launch_configurations_that_is_a_choice_has_its_reason():

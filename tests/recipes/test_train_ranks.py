@@ -4,13 +4,14 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
 import psutil
 import pytest
 from diffusers import WanTransformer3DModel
-from support.accelerators import free_port
+from support.accelerators import FSDP2, free_port
 from support.launch import ROOT, command_of, environment_of, launch
 from support.prepared import save_config, save_prepared
 from support.train_ranks import COUNTS, arguments, metrics_of, timeless, train_here, train_on_ranks
@@ -119,21 +120,41 @@ def test_ranks_that_do_not_share_their_folder_end_with_what_each_of_them_sees(se
     assert not list((tmp_path / "run0").glob(".seen*"))
 
 
-@pytest.mark.slow
-def test_two_launchers_on_one_loopback_train_as_two_machines_do(undisturbed, setup, tmp_path):
-    """Their ranks meet at a fixed port. With port 0 each would open its own, and neither say a word for minutes."""
-    port = free_port()
-    options = ["--num_machines", "2", "--num_processes", "2", "--main_process_ip", "127.0.0.1"]
+def on_two_machines(setup, run, *words, port, launcher="accelerate"):
+    """What two launchers over loopback said and returned."""
     launchers = []
     for machine in range(2):
-        command = command_of(RECIPE, *arguments(setup, tmp_path))
-        at = command.index("--main_process_port")
-        command[at : at + 2] = [*options, "--main_process_port", str(port), "--machine_rank", str(machine)]
-        launchers.append(subprocess.Popen(command, cwd=ROOT, env=environment_of(), stderr=subprocess.PIPE, text=True))
-    for launcher in launchers:
-        _, said = launcher.communicate(timeout=240)
-        assert launcher.returncode == 0, said
+        if launcher == "torchrun":  # as docs/training.md has it
+            command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
+            command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", RECIPE]
+            command = [*map(str, command), *arguments(setup, run)]
+            environment = {**environment_of(), **FSDP2}
+        else:
+            options = ["--num_machines", "2", "--num_processes", "2", "--main_process_ip", "127.0.0.1", *words]
+            command, environment = command_of(RECIPE, *arguments(setup, run)), environment_of()
+            at = command.index("--main_process_port")
+            command[at : at + 2] = [*options, "--main_process_port", str(port), "--machine_rank", str(machine)]
+        launchers.append(subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True))
+    said = [launcher.communicate(timeout=240)[1] for launcher in launchers]
+    return said, [launcher.returncode for launcher in launchers]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
+def test_two_launchers_on_one_loopback_train_as_two_machines_do(undisturbed, setup, tmp_path, launcher):
+    said, codes = on_two_machines(setup, tmp_path, port=free_port(), launcher=launcher)
+    assert codes == [0, 0], said
     assert timeless(metrics_of(tmp_path)) == timeless(undisturbed.metrics)
+
+
+@pytest.mark.slow
+def test_two_launchers_that_each_open_a_port_of_their_own_end_with_the_one_they_tried(setup, tmp_path):
+    """accelerate's port 0 on two machines; without the timeout they wait for ten minutes."""
+    said, codes = on_two_machines(setup, tmp_path, "--rdzv_conf", "timeout=15", port=0)
+    assert codes == [1, 1]
+    assert "waiting for clients. 1/2 clients joined" in said[0]
+    assert re.search(r"timed out after \d+ms while trying to connect to \(127.0.0.1, \d+\)", said[1])
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 @pytest.mark.slow

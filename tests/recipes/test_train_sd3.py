@@ -16,7 +16,7 @@ from sd3_training import LORA_TARGET_MODULES, MODEL_CLASS, check_dataset, choose
 from support.accelerators import fresh_accelerate
 from support.prepared import save_prepared
 from support.recipe_arguments import parse
-from support.train_ranks import timeless, train_here
+from support.train_ranks import arguments, metrics_of, timeless, train_here, train_on_ranks
 from tiny_sd3 import save_tiny_sd3
 
 from adaptiveload_hf import BucketConfig, LatentShape, UserError, make_accelerator
@@ -103,6 +103,23 @@ def test_a_lora_of_both_streams_goes_on_as_if_undisturbed_and_loads_into_the_pip
     # Nor does what the last block's text asks for reach any output.
     assert len(moved) == 2 * len(LORA_TARGET_MODULES) - 2
     assert all(torch.equal(value, after[name]) for name, value in before.items() if name in after)
+
+
+@pytest.mark.distributed
+def test_two_sharded_ranks_train_it_to_the_weights_that_one_rank_reaches(setup, full, tmp_path):
+    """The whole dataset is one optimizer step of four micro-batches, on two ranks or one after the other on one."""
+    config = setup.folder / "bucket_config"
+    options = {"bucket_config": config, "max_train_steps": 2, "checkpointing_steps": 2, "learning_rate": 1e-4}
+    words = ("--batch_sizes", "1x4x4=9", "1x4x8=8", "1x8x8=3", "--adam_epsilon", 1e-3)
+    train_on_ranks(2, arguments(setup, tmp_path / "two", *words, **options), recipe="train_sd3")
+    metrics = metrics_of(tmp_path / "two")
+    assert [len(ranks) for line in metrics for ranks in line["micro_batches"]] == 4 * [2]
+    alone = train_here(setup, tmp_path / "one", *words, recipe="train_sd3", **options, gradient_accumulation_steps=4)
+    assert [line["samples"] for line in metrics] == [line["samples"] for line in alone] == 2 * [sum(COUNTS.values())]
+    assert [line["loss"] for line in metrics] == pytest.approx([line["loss"] for line in alone], rel=1e-5)
+    first, second = (SD3Transformer2DModel.from_pretrained(tmp_path / name / "transformer") for name in ("two", "one"))
+    for name, value in first.state_dict().items():
+        torch.testing.assert_close(value, second.state_dict()[name], rtol=1e-4, atol=2e-6)
 
 
 def test_the_model_gets_one_frame_the_pooled_caption_and_the_time_as_its_pipeline_gives_them(setup):

@@ -1,4 +1,4 @@
-"""Runs a trainer in this process, or train_wan.py as the ranks of a world under FSDP2 (see support.worlds)."""
+"""Runs a trainer in this process, or as the ranks of a world under FSDP2 (see support.worlds)."""
 
 import importlib
 import json
@@ -53,7 +53,13 @@ def train_here(setup, output_dir, *extra, recipe="train_wan", **changed) -> list
 
 
 def train_on_ranks(
-    world_size: int, words: list[str], *, kill_at: int = 0, terminate_at: int = 0, **environment: str
+    world_size: int,
+    words: list[str],
+    *,
+    recipe="train_wan",
+    kill_at: int = 0,
+    terminate_at: int = 0,
+    **environment: str,
 ) -> None:
     """The whole recipe on `world_size` ranks with this command line.
 
@@ -63,7 +69,7 @@ def train_on_ranks(
     """
     signals = {kill_at: signal.SIGKILL, terminate_at: signal.SIGTERM}
     moments = [[step, number] for step, number in signals.items() if step]
-    on_ranks(world_size, _run_rank, words, moments, timeout=240, **{**FSDP2, **environment})
+    on_ranks(world_size, _run_rank, recipe, words, moments, timeout=240, **{**FSDP2, **environment})
 
 
 def metrics_of(run) -> list[dict]:
@@ -86,18 +92,17 @@ def save_small_transformer(folder, **changed) -> None:
         WanTransformer3DModel(**{**sizes, **channels, **changed}).save_pretrained(folder)
 
 
-def _run_rank(words: list[str], moments: list) -> None:
+def _run_rank(recipe: str, words: list[str], moments: list) -> None:
     sys.path.insert(0, str(RECIPES))
-    import train_wan
-
+    trainer = importlib.import_module(recipe)
     if "ERRORS" in os.environ:
         os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.join(os.environ["ERRORS"], os.environ["RANK"])
     if "OWN_FOLDERS" in os.environ:
         words = [word + os.environ["RANK"] if word == os.environ["OWN_FOLDERS"] else word for word in words]
     if moments and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
-        train_wan.run_micro_step = _interrupted(train_wan.run_micro_step, dict(moments))
-    sys.argv = ["train_wan.py", *words]
-    train_wan.main()
+        trainer.run_micro_step = _interrupted(trainer.run_micro_step, dict(moments))
+    sys.argv = [f"{recipe}.py", *words]
+    trainer.main()
 
 
 def _interrupted(run_micro_step, moments: dict[int, int]):

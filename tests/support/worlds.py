@@ -21,6 +21,8 @@ _IMPORTED = [
     "datasets",
     "diffusers.optimization",
     "diffusers.models.transformers.transformer_sd3",
+    "diffusers.pipelines.wan.pipeline_wan",
+    "peft",
 ]
 
 

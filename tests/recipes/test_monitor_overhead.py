@@ -1,0 +1,24 @@
+"""Does recipes/monitor_overhead.py time steps with the monitor, without it, and the monitor alone?"""
+
+import json
+import re
+import sys
+
+import monitor_overhead
+import pytest
+from support.accelerators import fresh_accelerate
+
+
+def test_the_monitor_is_timed_beside_a_small_model(small_pipeline, monkeypatch, capsys):
+    config = small_pipeline / "transformer" / "config.json"
+    words = ["--config", config, "--layers", 1, "--shape", "1x4x4", "--steps", 4, "--rounds", 1]
+    monkeypatch.setattr(sys, "argv", ["monitor_overhead.py", *map(str, words)])
+    with fresh_accelerate(ACCELERATE_USE_CPU="true"):
+        monitor_overhead.main()
+    said = capsys.readouterr().out
+    times = {kind: float(ms) for kind, ms in re.findall(r"(\w+) +([\d.]+) ms, median of 3", said)}
+    assert set(times) == {"without", "with", "alone"}
+    assert 0 < times["alone"] < times["with"]
+    share = float(re.search(r"the monitor alone ([\d.]+)%", said)[1]) / 100
+    assert share == pytest.approx(times["alone"] / times["without"], rel=0.05)
+    assert json.loads(config.read_text())["num_layers"] == 2, "--layers is for this run alone"
