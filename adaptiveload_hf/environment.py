@@ -90,10 +90,11 @@ def memory_on_ranks(memory, measured, world_size):
 def assumptions(measured, world_size):
     """What a plan takes for granted where it is made for other ranks or another GPU than were measured, list[str]."""
     found, here = [], current_environment()["gpu"]
-    if measured.get("world_size") not in (None, world_size):
+    ranks = measured.get("world_size")
+    if ranks not in (None, world_size):
         found.append(
-            f"Measured on {measured['world_size']} ranks, planned for {world_size}: a micro-batch is assumed to take "
-            "as long there as it did on the measured ranks."
+            f"Measured on {ranks} rank{'s' * (ranks > 1)}, planned for {world_size}: a micro-batch is assumed to take "
+            "as long there as it did when measured."
         )
     if here and measured.get("gpu") and here != measured["gpu"]:
         found.append(f"Measured on {measured['gpu']}, but here is {here}: seconds will be others. Measure again here.")

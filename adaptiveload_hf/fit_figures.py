@@ -29,9 +29,10 @@ def fit_png(measurements, laws, used):
     colours, mappable = token_colours([m.tokens for m in timed])
     figure = new_figure(0.7 + 3.6 * len(laws), 4.3)
     axes = figure.subplots(1, len(laws), sharex=True, sharey=True, squeeze=False)[0]
-    ends = np.array([seconds.min() / 1.3, seconds.max() * 1.3])
-    for axis, (kind, law) in zip(axes, laws.items()):
-        predicted = np.array([float(law.seconds(m.batch_size, m.tokens)) for m in timed])
+    predictions = [np.array([float(law.seconds(m.batch_size, m.tokens)) for m in timed]) for law in laws.values()]
+    drawn = np.concatenate([seconds, *predictions])  # a law that misses must not hide it beyond the edge
+    ends = np.array([drawn.min() / 1.3, drawn.max() * 1.3])
+    for axis, kind, predicted in zip(axes, laws, predictions):
         axis.fill_between(ends, ends * (1 - _NEAR), ends * (1 + _NEAR), color="0.92", label=f"within {_NEAR:.0%}")
         axis.plot(ends, ends, color="0.5", linewidth=1)
         axis.scatter(seconds, predicted, c=colours, s=34, edgecolors="white", linewidths=0.5, zorder=3)

@@ -25,10 +25,10 @@ def buckets_png(plan, unit, memory_limit_gib):
     has_memory = buckets[0].gib is not None
     figure = new_figure(11, 1.5 + 0.32 * len(buckets))
     axes = figure.subplots(1, 1 + has_memory, sharey=True, squeeze=False)[0]
-    panels = [(axes[0], f"{unit} of a micro-batch", [b.seconds for b in buckets], plan.target_seconds, "compute")]
+    panels = [(axes[0], "time of a micro-batch", unit, [b.seconds for b in buckets], plan.target_seconds, "compute")]
     if has_memory:
-        panels.append((axes[1], "peak memory, GiB", [b.gib for b in buckets], memory_limit_gib, "memory"))
-    for axis, title, values, limit, name in panels:
+        panels.append((axes[1], "its peak memory", "GiB", [b.gib for b in buckets], memory_limit_gib, "memory"))
+    for axis, title, label, values, limit, name in panels:
         binds = [b.bound_by == name or (b.bound_by == "one" and name == "compute") for b in buckets]
         axis.barh(range(len(buckets)), values, height=0.72, color=[USED if bound else OTHER for bound in binds])
         width = 1.16 * max([*values, limit or 0])
@@ -39,21 +39,23 @@ def buckets_png(plan, unit, memory_limit_gib):
                 value + (-0.01 if inside else 0.01) * width, row, f"{value:.3g}", va="center", fontsize=9, **place
             )
         if limit is not None:
-            axis.axvline(limit, color=LIMIT, linewidth=1.5)
+            axis.vlines(limit, len(buckets) - 0.5, -0.5, color=LIMIT, linewidth=1.5)
             title += f" (limit {limit:.3g})"
         tidy(axis, title, "x")
+        axis.tick_params(axis="y", length=0)
+        axis.set_xlabel(label, color=TEXT)
         axis.set_xlim(0, width)
-    rows = [(str(b.shape), f"B = {b.batch_size}", BOUND_BY[b.bound_by]) for b in buckets]
+    rows = [("shape", "B", "limited by"), *((str(b.shape), str(b.batch_size), BOUND_BY[b.bound_by]) for b in buckets)]
     widths = [max(map(len, column)) for column in zip(*rows)]
-    labels = [f"{shape:<{widths[0]}}  {size:<{widths[1]}}  {bound:<{widths[2]}}" for shape, size, bound in rows]
-    axes[0].set_yticks(range(len(buckets)), labels, family="monospace")
+    labels = [f"{shape:<{widths[0]}}  {size:>{widths[1]}}  {bound:<{widths[2]}}" for shape, size, bound in rows]
+    axes[0].set_yticks(range(-1, len(buckets)), labels, family="monospace")
     if any(limit is not None for *_, limit, _ in panels):
         axes[0].barh(0, 0, color=USED, label="what limits this bucket")
         axes[0].barh(0, 0, color=OTHER, label="within the limit")
         axes[0].plot([], [], color=LIMIT, label="limit")
         shown = axes[0].get_legend_handles_labels()
         figure.legend(*shown, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
-    axes[0].set_ylim(len(buckets) - 0.5, -0.5)
+    axes[0].set_ylim(len(buckets) - 0.5, -1.4)
     return to_png(figure)
 
 
@@ -73,12 +75,13 @@ def ranks_png(schedules, shapes, tokens, unit):
     figure = new_figure(12, 1.3 + len(schedules) * (0.9 + 0.2 * lanes))
     axes = figure.subplots(len(schedules), 1, squeeze=False)[:, 0]
     colours, mappable = token_colours(tokens)
-    for axis, (title, schedule) in zip(axes, schedules.items()):
-        cost = _first_micro_steps(schedule)
+    costs = [_first_micro_steps(schedule) for schedule in schedules.values()]
+    longest = max(cost.max(axis=1).sum() for cost in costs)
+    for axis, (title, schedule), cost in zip(axes, schedules.items(), costs):
         _draw_lanes(axis, schedule, cost, colours)
         waiting = 1 - cost.mean() / cost.max(axis=1).mean()
         tidy(axis, f"{title}: {waiting:.0%} of the ranks' time is waiting (grey)", "x")
-        axis.set_xlim(0, cost.max(axis=1).sum())
+        axis.set_xlim(0, longest)  # the same scale for all, so that lengths can be compared
         axis.set_xlabel(f"predicted {unit} of the first {len(cost)} micro-steps", color=TEXT)
     named = dict(sorted(zip(tokens, shapes)))
     bar = figure.colorbar(mappable, ax=axes, aspect=35, pad=0.01)

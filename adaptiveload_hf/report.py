@@ -176,10 +176,14 @@ def _sentence(config, counts, world_size, gradient_accumulation_steps):
         config.origin, "counted from its config, not measured"
     )
     return escape(
-        f"{sum(counts.values()):,} samples in {len(counts)} shapes, planned for {world_size} ranks and "
-        f"{gradient_accumulation_steps} micro-steps in an optimizer step; {model} {origin}. All times are predictions "
-        "for one epoch of the same samples."
+        f"{sum(counts.values()):,} samples, {_counted(len(counts), 'shape')}, planned for "
+        f"{_counted(world_size, 'rank')} and {_counted(gradient_accumulation_steps, 'micro-step')} in an optimizer "
+        f"step; {model} {origin}. All times are predictions for one epoch of the same samples."
     )
+
+
+def _counted(number, word):
+    return f"{number} {word}{'s' * (number != 1)}"
 
 
 def _facts(before, after, unit):

@@ -4,15 +4,15 @@ import numpy as np
 
 from .figures import LIMIT, OTHER, PAPER, TEXT, USED, new_figure, tidy, to_png
 
-# Title, whether 0 belongs on the axis, and the keys of metrics.jsonl with their words; the first one is drawn with its
-# mean. What a run has not written is left out.
+# Title, lowest and highest value on the axis (None: as the data has them), and the keys of metrics.jsonl with their
+# words; the first one is drawn with its mean. What a run has not written is left out.
 _PANELS = (
-    ("loss", False, {"loss": "of a step"}),
-    ("seconds of an optimizer step", True, {"seconds": "measured", "predicted_seconds": "predicted"}),
-    ("samples a second, all ranks", True, {"samples_per_second": "of a step"}),
+    ("loss", (None, None), {"loss": "of a step"}),
+    ("seconds of an optimizer step", (0, None), {"seconds": "measured", "predicted_seconds": "predicted"}),
+    ("samples a second, all ranks", (0, None), {"samples_per_second": "of a step"}),
     (
         "balance efficiency: share of the ranks' time that is work",
-        False,
+        (None, 1.02),
         {"balance_efficiency": "predicted", "measured_balance_efficiency": "measured"},
     ),
 )
@@ -31,11 +31,10 @@ def run_png(records):
     panels = [panel for panel in _PANELS if _series(records, next(iter(panel[2])))[0]]
     figure = new_figure(11, 0.6 + 1.9 * len(panels))
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
-    for axis, (title, from_zero, keys) in zip(axes, panels):
+    for axis, (title, limits, keys) in zip(axes, panels):
         _draw_panel(axis, records, keys)
         tidy(axis, title)
-        if from_zero:
-            axis.set_ylim(bottom=0)
+        axis.set_ylim(*limits)
         place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
         axis.legend(**place, fontsize=9, frameon=False, ncols=4)
     axes[-1].set_xlabel("optimizer step", color=TEXT)

@@ -10,6 +10,8 @@ import pytest
 from support.measured import ENVIRONMENT, make_config, measure
 
 from adaptiveload_hf import BucketConfig, LatentShape, UserError
+from adaptiveload_hf.buckets.cost import Additive, PowerLaw
+from adaptiveload_hf.fit_figures import fit_png
 from adaptiveload_hf.report import read_metrics, write_report
 
 SAMPLES = {"1x60x104": 300, "5x60x104": 90, "13x60x104": 40, "21x60x104": 30}
@@ -72,6 +74,16 @@ def test_every_picture_shows_something(written):
         assert min(picture.shape[:2]) > 200
         assert len({tuple(pixel) for pixel in picture[::3, ::3].reshape(-1, picture.shape[2])}) > 20, name
         assert 0.02 < (picture[..., :3].min(axis=2) < 0.9).mean() < 0.9, name  # neither blank nor full
+
+
+def test_a_law_that_misses_hides_no_point_beyond_the_edge_of_its_panel(monkeypatch):
+    monkeypatch.setattr("adaptiveload_hf.fit_figures.to_png", lambda figure: figure)
+    laws = {"power_law": PowerLaw(0.0, 1e-7, 1.0), "additive": Additive(100.0, 0.0, 0.0, 1e-3)}
+    for axis in fit_png(measure(), laws, "additive").axes[:2]:
+        points = axis.collections[-1].get_offsets()
+        assert len(points) == len(measure())
+        assert (points > (axis.get_xlim()[0], axis.get_ylim()[0])).all()
+        assert (points < (axis.get_xlim()[1], axis.get_ylim()[1])).all()
 
 
 def test_waiting_is_less_grey_after_than_before(written):

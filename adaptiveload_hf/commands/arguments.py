@@ -61,7 +61,7 @@ def read_samples(path):
     """Samples of the JSON file that --shapes names."""
     from ..buckets.shapes import LatentShape
 
-    if not path.is_file():
+    if not path.exists() or path.is_dir():  # a pipe is as good as a file
         raise UserError(f'There is no file {path}. --shapes takes a JSON file such as {{"21x60x104": 120}}.')
     try:
         counts = json.loads(path.read_text(encoding="utf-8"))
