@@ -198,14 +198,14 @@ class BlockClock:
 
     def begin(self, module, inputs) -> None:
         if self._armed:
-            self._armed, self._start = False, self._now()
+            self._armed, self._start = False, self.now()
 
     def end(self, module, inputs, output) -> None:
         if self._start is not None:
-            self._pair, self._start = (self._start, self._now()), None
+            self._pair, self._start = (self._start, self.now()), None
 
-    def _now(self) -> torch.cuda.Event | float:
-        """On a GPU an event in the current stream, which does not wait."""
+    def now(self) -> torch.cuda.Event | float:
+        """A moment: on a GPU an event in the current stream, which does not wait."""
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
