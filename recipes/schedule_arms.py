@@ -1,8 +1,9 @@
-"""In which ways can the same samples be trained on the same ranks? The arms of a comparison, and what each is predicted."""
+"""In which ways can the same samples be trained on the same ranks, and what is each predicted to take?"""
 
 from dataclasses import asdict, dataclass
 
 import numpy as np
+from random_training import KERNELS
 
 from adaptiveload_hf import BucketConfig, LatentShape, UserError
 from adaptiveload_hf.buckets.cost import CostModel
@@ -10,7 +11,6 @@ from adaptiveload_hf.buckets.plan import BucketPlan
 from adaptiveload_hf.buckets.schedule import EpochSchedule, loss_weights, schedule_epoch
 from adaptiveload_hf.buckets.simulate import simulate
 
-KERNELS = ("eager", "patched", "compiled")
 SAME_BUCKET = "same_bucket"
 
 
@@ -127,10 +127,12 @@ def predict(arm: Arm, plan: BucketPlan, schedule: EpochSchedule, laws: dict[str,
     Args:
         laws: kernels -> the config measured with them.
     """
-    cost = law_of(arm, laws)
+    law, cost = laws.get(arm.kernels), law_of(arm, laws)
     simulation = simulate(schedule, cost)
     samples = np.where(schedule.loss_weight > 0, schedule.sizes, 0)
     predicted = asdict(simulation) if cost is not None else {}
+    if law is not None and law.memory_model is not None:
+        predicted["peak_gib"] = float(law.memory_model.gib(schedule.sizes, schedule.tokens).max())
     return {
         "arm": str(arm),
         "balance": schedule.balance,

@@ -1,0 +1,126 @@
+"""How is one model trained on random latents of any shape, now on these kernels and now on those?"""
+
+import json
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import wan_training
+from accelerate.utils import set_seed
+from benchmark_shapes import use_config_alone
+from flow_matching import make_flow_matching
+from lora import add_lora_arguments
+from model_setup import describe_run, load_transformer, load_transformer_config, prepare_training
+from random_batches import column_sizes, make_random_batches
+from training_arguments import add_flow_arguments, add_model_arguments
+from training_loop import run_micro_step
+
+from adaptiveload_hf import LatentShape, patch_model, unpatch_model
+from adaptiveload_hf.device_memory import empty_device_cache, reset_peak_memory
+from adaptiveload_hf.distributed import model_input_dtype
+
+KERNELS = ("eager", "patched", "compiled")
+
+
+def add_training_arguments(parser) -> None:
+    """Which model, of random weights, and the step's own options."""
+    add_model_arguments(parser, required=False)
+    add_lora_arguments(parser)
+    add_flow_arguments(parser)
+    parser.add_argument("--config", required=True, help="a Wan transformer's config.json; the weights are random")
+    parser.add_argument("--num_layers", type=int, help="instead of the configuration's")
+    parser.set_defaults(no_patch=True, lora_target_modules=wan_training.LORA_TARGET_MODULES)
+
+
+class RandomTraining:
+    """A sharded Wan and its optimizer.
+
+    Args:
+        accelerator: from `make_accelerator`.
+        args: of `add_training_arguments`.
+    """
+
+    def __init__(self, accelerator, args):
+        set_seed(args.seed)  # the same on all ranks: FSDP2 shards what each rank holds and broadcasts nothing
+        self.accelerator, self.args = accelerator, args
+        folder = Path(args.output_dir)
+        if args.num_layers is not None:
+            config = json.loads(Path(args.config).read_text()) | {"num_layers": args.num_layers}
+            args.config = folder / "config.json"
+            if accelerator.is_main_process:
+                args.config.write_text(json.dumps(config))
+        use_config_alone(accelerator, args, folder / "pipeline")
+        self.config = load_transformer_config(wan_training.MODEL_CLASS, args)
+        with accelerator.device:  # random weights are made fastest where they are to be
+            transformer = load_transformer(accelerator, wan_training.MODEL_CLASS, args)
+        self.model, self.optimizer, self.scheduler = prepare_training(accelerator, args, transformer)
+        self.flow = make_flow_matching(args)
+        self.predict = wan_training.make_predict(accelerator, self.model, wan_training.WanVariant())
+        self.random_batch = make_random_batches(column_sizes(None, self.config), accelerator.device)
+        model, environment = describe_run(accelerator, args, wan_training.MODEL_CLASS, self.config)
+        del environment["patched"]  # now so, now so
+        self.environment = {"class": model["class"], "num_layers": self.config["num_layers"], **environment}
+
+    def micro_step(self, shape: LatentShape, samples: torch.Tensor, loss_weight: float = 1.0) -> None:
+        """Forward and backward; every K-th also the optimizer. samples: int64 [B], they decide the noise."""
+        batch = self.random_batch(shape, len(samples)) | {"sample_index": samples, "loss_weight": loss_weight}
+        parts = (self.accelerator, self.model, self.optimizer, self.scheduler)
+        run_micro_step(*parts, self._losses, batch, self.args.max_grad_norm)
+
+    def _losses(self, batch: dict) -> torch.Tensor:
+        return self.flow.sample_losses(self.predict, batch, 0)
+
+    @contextmanager
+    def kernels(self, name: str):
+        """The blocks run on these (one of KERNELS) inside the `with`."""
+        blocks = [module for module in self.model.modules() if "WanTransformerBlock" in type(module).__name__]
+        if name == "patched":
+            report = patch_model(self.model)
+            if self.accelerator.is_main_process:
+                print(report, file=sys.stderr)
+        if name == "compiled":
+            # Each block by itself, as diffusers' compile_repeated_blocks does, but inside FSDP's hooks and the
+            # checkpoint, which would break its graph. Dynamic from the start: a graph a shape would take minutes.
+            for block in blocks:
+                block.forward = torch.compile(block.forward, dynamic=True)
+        yield
+        if name == "patched":
+            unpatch_model(self.model)
+        if name == "compiled":
+            for block in blocks:
+                del block.forward
+            torch._dynamo.reset()
+
+    def warm_up(self, name: str, sizes: list[tuple[LatentShape, int]]) -> None:
+        """What happens once in a run of days: attention's plans, graphs, and the allocator's first growth.
+
+        The largest comes K times at last, and peak memory is counted from there on.
+
+        Args:
+            name: of the kernels in use.
+            sizes: every (shape, B) that will come, the largest last.
+        """
+        if name == "compiled":  # graphs need the whole model, at each size
+            for shape, size in sizes:
+                self._whole_step(shape, size)
+        else:
+            self._warm_up_one_block(sizes)
+        empty_device_cache(self.accelerator.device)
+        reset_peak_memory(self.accelerator.device)
+        for shape, size in (sizes[0], sizes[-1]):
+            self._whole_step(shape, size)
+
+    def _whole_step(self, shape: LatentShape, size: int) -> None:
+        for _ in range(self.accelerator.gradient_accumulation_steps):
+            self.micro_step(shape, torch.arange(size))
+
+    def _warm_up_one_block(self, sizes: list[tuple[LatentShape, int]]) -> None:
+        """Attention makes a plan at the first call of a size: a model of one unsharded block does for all."""
+        with self.accelerator.device:
+            block = wan_training.MODEL_CLASS.from_config(self.config | {"num_layers": 1}).train()
+        block.to(model_input_dtype(self.accelerator))
+        predict = wan_training.make_predict(self.accelerator, block, wan_training.WanVariant())
+        for shape, size in sizes:
+            batch = self.random_batch(shape, size)
+            predict(batch["latent"], torch.ones(size, device=batch["latent"].device), batch).sum().backward()
