@@ -1,4 +1,4 @@
-"""Does dealing micro-batches by cost change what a model learns? A small Wan trained under three balance modes.
+"""Does dealing micro-batches by cost, or the patch, change what a model learns? A small Wan trained in several ways.
 
     python recipes/balance_curves.py --samples samples.npz --output curves.json --picture curves.png
 
@@ -30,16 +30,22 @@ from make_demo_clips import SAMPLES, draw_scene
 from schedule_gates import LONGEST, law
 from tiny_wan import TEXT_WIDTH, tiny_wan
 
+from adaptiveload_hf import patch_model
 from adaptiveload_hf.buckets.plan import make_plan
 from adaptiveload_hf.buckets.schedule import schedule_epoch
 from adaptiveload_hf.buckets.shapes import LatentShape, TokenGeometry
 
-MODES = ("none", "step", "window:8")
+MODES = ("none", "step", "window:8")  # a balance, and "patched" behind it where the model is
+# The class of Wan 2.1 1.3B, which has 30 layers of 12 x 128.
+MODELS = {
+    "0.3m": {"num_attention_heads": 2, "attention_head_dim": 32, "ffn_dim": 256, "num_layers": 4, "freq_dim": 64},
+    "100m": {"num_attention_heads": 8, "attention_head_dim": 128, "ffn_dim": 4096, "num_layers": 6, "freq_dim": 256},
+}
 CAPTION_TOKENS = 160
 HELD_OUT = 8  # every eighth sample of a shape
 EVALUATIONS = 6
 ENCODED_TOGETHER = 16
-LEARNING_RATE = 5e-4
+LEARNING_RATES = {"0.3m": 5e-4, "100m": 2e-4}
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -112,19 +118,10 @@ def encode_samples(copies: int, path: Path) -> None:
     np.savez(path, shapes=np.array([str(shape) for shape in sorted(groups)]), **arrays)
 
 
-def make_model() -> WanTransformer3DModel:
-    """0.3 million parameters; Wan 2.1 1.3B is the same class with 30 layers 24 times as wide."""
-    return WanTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=32,
-        in_channels=16,
-        out_channels=16,
-        text_dim=TEXT_WIDTH,
-        freq_dim=64,
-        ffn_dim=256,
-        num_layers=4,
-        rope_max_seq_len=64,
-    ).to(DEVICE)
+def make_model(size: str) -> WanTransformer3DModel:
+    """Random weights; size: of MODELS."""
+    channels = {"in_channels": 16, "out_channels": 16, "text_dim": TEXT_WIDTH, "rope_max_seq_len": 64}
+    return WanTransformer3DModel(**MODELS[size], **channels).to(DEVICE)
 
 
 def optimizer_steps(data: Samples, samples: np.ndarray, run: dict, mode: str, seed: int, steps: int):
@@ -153,19 +150,22 @@ def optimizer_steps(data: Samples, samples: np.ndarray, run: dict, mode: str, se
         epoch += 1
 
 
-def train(path: Path, run: dict, mode: str, seed: int, steps: int) -> dict:
+def train(path: Path, run: dict, mode: str, seed: int, steps: int, size: str) -> dict:
     """One run; its seed decides the first weights, the order and the noise."""
+    balance, _, kernels = mode.partition(" ")
     data = Samples.load(path)
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(seed)
-    model, flow = make_model(), FlowMatching(3.0, "logit_normal", 0.0, 1.0, 1.29, seed)
-    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=(0.9, 0.99))
+    model, flow = make_model(size), FlowMatching(3.0, "logit_normal", 0.0, 1.0, 1.29, seed)
+    if kernels:
+        patch_model(model)
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATES[size], betas=(0.9, 0.99))
     rate = get_scheduler("cosine", optimizer, num_warmup_steps=steps // 10, num_training_steps=steps)
     held_out = data.place % HELD_OUT == 0
     evaluations = np.linspace(0, steps, min(EVALUATIONS, steps) + 1).astype(int)[1:]
     curve, by_shape, losses, samples_seen = [], [], [], []
     steps_of_an_epoch = 0
-    order = optimizer_steps(data, np.flatnonzero(~held_out), run, mode, seed, steps)
+    order = optimizer_steps(data, np.flatnonzero(~held_out), run, balance, seed, steps)
     for step, (epoch, samples, weights) in enumerate(order, start=1):
         losses.append(backward(model, flow, data, epoch, samples, weights))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -190,11 +190,12 @@ def train(path: Path, run: dict, mode: str, seed: int, steps: int) -> dict:
 
 
 def predict_with(model: WanTransformer3DModel):
-    """The model as FlowMatching calls it."""
+    """The model as FlowMatching calls it; in bfloat16 on a GPU, as a run of `mixed_precision: bf16` does."""
 
     def predict(noisy, timestep, batch):
         captions = batch["prompt_embeds"].to(model.dtype)
-        return model(noisy.to(model.dtype), timestep, captions, return_dict=False)[0]
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=DEVICE.type == "cuda"):
+            return model(noisy.to(model.dtype), timestep, captions, return_dict=False)[0]
 
     return predict
 
@@ -223,7 +224,8 @@ def evaluate(data: Samples, model, samples: np.ndarray) -> list[float]:
 
 def summarize(runs: list[dict]) -> dict:
     """Final held-out loss of each mode, its difference from `none` seed by seed, and how far apart the curves are."""
-    final = {mode: {run["seed"]: run["held_out"][-1][1] for run in runs if run["mode"] == mode} for mode in MODES}
+    modes = dict.fromkeys(run["mode"] for run in runs)
+    final = {mode: {run["seed"]: run["held_out"][-1][1] for run in runs if run["mode"] == mode} for mode in modes}
     curves = {(run["mode"], run["seed"]): np.array(run["held_out"])[:, 1] for run in runs}
     summary = {}
     for mode, by_seed in final.items():
@@ -240,7 +242,8 @@ def summarize(runs: list[dict]) -> dict:
 
 def draw_picture(runs: list[dict], path: Path):
     figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
-    for mode, color, style in zip(MODES, ("tab:gray", "tab:blue", "tab:orange"), ("-", "--", "-")):
+    colors, styles = ("tab:gray", "tab:blue", "tab:orange", "tab:green"), ("-", "--", "-", "--")
+    for mode, color, style in zip(dict.fromkeys(run["mode"] for run in runs), colors, styles):
         curves = np.array([run["held_out"] for run in runs if run["mode"] == mode])
         steps, losses = curves[0, :, 0], curves[:, :, 1]
         axes.plot(steps, losses.mean(0), style, color=color, label=mode)
@@ -258,6 +261,8 @@ def main():
     add("--world_size", type=int, default=4, help="W: virtual data ranks")
     add("--gradient_accumulation_steps", type=int, default=4, help="K")
     add("--seeds", type=int, default=3)
+    add("--modes", nargs="+", default=MODES, help='such as none "none patched" "window:8 patched", none first')
+    add("--model", choices=MODELS, default="0.3m", help="parameters")
     add("--steps", type=int, default=72, help="optimizer steps a run")
     add("--processes", type=int, default=1, help="runs at the same time; OMP_NUM_THREADS is each one's")
     add("--output", type=Path, required=True, help="JSON of all runs")
@@ -266,7 +271,9 @@ def main():
     if not args.samples.exists():
         encode_samples(args.copies, args.samples)
     run = {"world_size": args.world_size, "gradient_accumulation_steps": args.gradient_accumulation_steps}
-    jobs = [(args.samples, run, mode, seed, args.steps) for seed in range(args.seeds) for mode in MODES]
+    jobs = [
+        (args.samples, run, mode, seed, args.steps, args.model) for seed in range(args.seeds) for mode in args.modes
+    ]
     with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
         runs = list(pool.map(train, *zip(*jobs)))
     summary = summarize(runs)
@@ -277,16 +284,16 @@ def main():
         "date": datetime.date.today().isoformat(),
         "command": shlex.join(["python", *sys.argv]),
         "samples": len(Samples.load(args.samples).bucket),
-        "parameters": sum(parameter.numel() for parameter in make_model().parameters()),
+        "parameters": sum(parameter.numel() for parameter in make_model(args.model).parameters()),
         **run,
     }
     args.output.write_text(json.dumps({**about, "summary": summary, "runs": runs}, indent=1) + "\n")
     if args.picture:
         draw_picture(runs, args.picture)
-    print("balance   held-out loss, mean +- sd over seeds   largest difference from none on the curve")
+    print("mode              held-out loss, mean +- sd over seeds   largest difference from none on the curve")
     for mode, row in summary.items():
         spread = "" if row["std_over_seeds"] is None else f" +- {row['std_over_seeds']:.5f}"
-        print(f"{mode:9} {row['mean']:.5f}{spread}   {row['largest_relative_difference_from_none']:.1e}")
+        print(f"{mode:17} {row['mean']:.5f}{spread}   {row['largest_relative_difference_from_none']:.1e}")
 
 
 if __name__ == "__main__":

@@ -103,19 +103,20 @@ class RandomTraining:
         """
         if name == "compiled":  # graphs need the whole model, at each size
             for shape, size in sizes:
-                self._whole_step(shape, size)
+                self.whole_step(shape, size)
         else:
-            self._warm_up_one_block(sizes)
+            self.make_plans(sizes)
         empty_device_cache(self.accelerator.device)
         reset_peak_memory(self.accelerator.device)
         for shape, size in (sizes[0], sizes[-1]):
-            self._whole_step(shape, size)
+            self.whole_step(shape, size)
 
-    def _whole_step(self, shape: LatentShape, size: int) -> None:
+    def whole_step(self, shape: LatentShape, size: int) -> None:
+        """K micro-steps with the same micro-batch size on all ranks, and the optimizer."""
         for _ in range(self.accelerator.gradient_accumulation_steps):
             self.micro_step(shape, torch.arange(size))
 
-    def _warm_up_one_block(self, sizes: list[tuple[LatentShape, int]]) -> None:
+    def make_plans(self, sizes: list[tuple[LatentShape, int]]) -> None:
         """Attention makes a plan at the first call of a size: a model of one unsharded block does for all."""
         with self.accelerator.device:
             block = wan_training.MODEL_CLASS.from_config(self.config | {"num_layers": 1}).train()
@@ -123,4 +124,6 @@ class RandomTraining:
         predict = wan_training.make_predict(self.accelerator, block, wan_training.WanVariant())
         for shape, size in sizes:
             batch = self.random_batch(shape, size)
-            predict(batch["latent"], torch.ones(size, device=batch["latent"].device), batch).sum().backward()
+            with self.accelerator.autocast():
+                out = predict(batch["latent"], torch.ones(size, device=batch["latent"].device), batch)
+            out.sum().backward()

@@ -22,7 +22,7 @@ RESULTS = sorted((ROOT / "recipes" / "results").glob("balance_curves_*.json"))
 def small_model(monkeypatch):
     sizes = {"num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 32, "num_layers": 1, "freq_dim": 16}
     channels = {"in_channels": 16, "out_channels": 16, "text_dim": TEXT_WIDTH, "rope_max_seq_len": 64}
-    monkeypatch.setattr(balance_curves, "make_model", lambda: WanTransformer3DModel(**sizes, **channels))
+    monkeypatch.setattr(balance_curves, "make_model", lambda size: WanTransformer3DModel(**sizes, **channels))
 
 
 RUN = {"world_size": 8, "gradient_accumulation_steps": 4}
@@ -76,7 +76,7 @@ def test_gradient_of_merged_micro_batches_is_that_of_the_ranks_micro_batches(dat
     monkeypatch.setattr(balance_curves, "schedule_epoch", schedule_epoch)
     _, samples, weights = next(optimizer_steps(data, np.arange(len(data.bucket)), RUN, "none", 0, steps=1))
     torch.manual_seed(0)
-    model, flow = balance_curves.make_model().double(), FlowMatching(3.0, "logit_normal", 0.0, 1.0, 1.29, 0)
+    model, flow = balance_curves.make_model("0.3m").double(), FlowMatching(3.0, "logit_normal", 0.0, 1.0, 1.29, 0)
     merged = balance_curves.backward(model, flow, data, 0, samples, weights)
     expected = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
@@ -93,10 +93,13 @@ def test_gradient_of_merged_micro_batches_is_that_of_the_ranks_micro_batches(dat
 
 
 def test_none_and_step_train_the_same_model_and_all_modes_are_summarized(path, tmp_path):
-    runs = [train(path, RUN, mode, seed=0, steps=2) for mode in MODES]
+    modes = (*MODES, "none patched")
+    runs = [train(path, RUN, mode, seed=0, steps=2, size="0.3m") for mode in modes]
     summary = summarize(runs)
+    assert tuple(summary) == modes
     assert summary["none"]["differences_from_none"] == [0]
     assert summary["step"]["largest_relative_difference_from_none"] < 2e-6
+    assert 0 < summary["none patched"]["largest_relative_difference_from_none"] < 1e-4
     assert summary["window:8"]["largest_relative_difference_from_none"] > 2e-5
     assert all(len(run["train"]) == 2 and run["held_out"][-1][0] == 2 for run in runs)
     draw_picture(runs, tmp_path / "curves.png")
@@ -120,7 +123,7 @@ def test_committed_curves_are_whole(path):
     result = json.loads(path.read_text())
     assert all(result[key] for key in ("device", "torch", "diffusers", "date", "command"))
     seeds = {run["seed"] for run in result["runs"]}
-    assert {(run["mode"], run["seed"]) for run in result["runs"]} == {(m, s) for m in MODES for s in seeds}
+    assert {(run["mode"], run["seed"]) for run in result["runs"]} == {(m, s) for m in result["summary"] for s in seeds}
     assert len(seeds) >= 3
     for mode, row in result["summary"].items():
         finals = [run["held_out"][-1][1] for run in result["runs"] if run["mode"] == mode]

@@ -1,0 +1,116 @@
+"""What memory and time does a step take with and without the patch and the checkpoint?
+
+accelerate launch --config_file accelerate_configs/fsdp2.yaml --num_processes 2 recipes/step_memory.py \\
+    --config recipes/runs/wan2.1_14b.json --num_layers 36 --points 1x60x104=1 21x60x104=1 --output_dir wan_14b
+
+Random weights and latents. The first point is also the warm-up.
+"""
+
+import argparse
+import datetime
+import itertools
+import json
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import torch
+from data_setup import parse_batch_sizes
+from random_training import KERNELS, RandomTraining, add_training_arguments
+
+from adaptiveload_hf import LatentShape, TokenGeometry, make_accelerator
+from adaptiveload_hf.device_memory import empty_device_cache, read_device_memory, reset_peak_memory, wait_for_device
+from adaptiveload_hf.distributed import all_ranks_fail_together
+from adaptiveload_hf.errors import exit_on_user_error
+
+
+def parse_args(argv=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_training_arguments(parser)
+    add = parser.add_argument
+    add("--points", nargs="+", required=True, metavar="SHAPE=B", help="such as 21x60x104=1, the smallest first")
+    add("--kernels", nargs="+", choices=KERNELS, default=["eager", "patched"])
+    add("--both_checkpointings", action="store_true",
+        help="with and without diffusers' own; not where the launch configuration checkpoints")  # fmt: skip
+    add("--repeats", type=int, default=1, help="timed optimizer steps, the fastest counts")
+    return parser.parse_args(argv)
+
+
+def main():
+    args = parse_args()
+    output = Path(args.output_dir)
+    output.mkdir(parents=True, exist_ok=True)
+    points = [(LatentShape.parse(shape), size) for shape, size in parse_batch_sizes(args.points).items()]
+    accelerator = make_accelerator(
+        gradient_accumulation_steps=args.gradient_accumulation_steps, mixed_precision=args.mixed_precision
+    )
+    with all_ranks_fail_together(accelerator):
+        training, rows = RandomTraining(accelerator, args), []
+        training.make_plans(points)
+        for checkpointing, kernels in itertools.product(checkpointings(args), args.kernels):
+            set_checkpointing(training, checkpointing)
+            with training.kernels(kernels):
+                training.whole_step(*points[0])
+                rows += [
+                    {"kernels": kernels, "checkpointing": checkpointing, **measure(training, *point, args.repeats)}
+                    for point in points
+                ]
+            if accelerator.is_main_process:
+                write(output / "step_memory.json", args, rows, training.environment)
+        accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
+def checkpointings(args) -> list[bool | None]:
+    """None: as the launch configuration has it."""
+    return [True, False] if args.both_checkpointings else [None]
+
+
+def set_checkpointing(training: RandomTraining, wanted: bool | None) -> None:
+    if wanted is not None:
+        model = training.accelerator.unwrap_model(training.model)
+        model.enable_gradient_checkpointing() if wanted else model.disable_gradient_checkpointing()
+
+
+def measure(training: RandomTraining, shape: LatentShape, size: int, repeats: int) -> dict:
+    """Peak GiB of the fullest rank and seconds of an optimizer step; `oom` where one process had too little memory."""
+    accelerator = training.accelerator
+    device, seconds, oom = accelerator.device, [], False
+    empty_device_cache(device)
+    reset_peak_memory(device)
+    for _ in range(repeats):
+        wait_for_device(device)
+        start = time.perf_counter()
+        try:
+            training.whole_step(shape, size)
+        except torch.OutOfMemoryError:
+            if accelerator.num_processes > 1:
+                raise
+            oom = True
+            training.model.zero_grad()
+            break
+        wait_for_device(device)
+        seconds.append(time.perf_counter() - start)
+    memory = read_device_memory(device)
+    found = torch.tensor([memory.peak_gib, memory.reserved_gib, min(seconds, default=0.0)], device=device)
+    peak_gib, reserved_gib, least = accelerator.gather(found[None]).amax(0).tolist()
+    row = {"shape": str(shape), "batch_size": size, "tokens": TokenGeometry().tokens(shape), "oom": oom}
+    row |= {"seconds": least, "peak_gib": peak_gib, "reserved_gib": reserved_gib}
+    if accelerator.is_main_process:
+        print(row, flush=True)
+    return row
+
+
+def write(path: Path, args, rows: list[dict], environment: dict) -> None:
+    about = {
+        "command": shlex.join(["recipes/step_memory.py", *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "environment": environment,
+    }
+    path.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    with exit_on_user_error("step_memory.py"):
+        main()
