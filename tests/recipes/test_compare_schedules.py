@@ -1,0 +1,131 @@
+"""Do all arms of a comparison train the same samples, and do prediction, numbers and picture come out of one run?"""
+
+import json
+import sys
+
+import compare_schedules
+import lanes_picture
+import numpy as np
+import pytest
+import step_memory
+from schedule_arms import Arm, scaled, schedule_of
+from support.accelerators import FSDP2, fresh_accelerate, one_rank
+from support.launch import ROOT
+from support.prepared import save_config
+
+from adaptiveload_hf import BucketConfig, LatentShape, UserError
+
+COUNTS = {"1x4x4": 9, "2x4x8": 6, "5x4x8": 5}
+ARMS = ("equal_token/none/eager", "equal_token/same_bucket/eager", "dual/step/patched")
+WAN = {
+    "_class_name": "WanTransformer3DModel",
+    "num_attention_heads": 1,
+    "attention_head_dim": 12,
+    "text_dim": 8,
+    "freq_dim": 16,
+    "ffn_dim": 16,
+    "num_layers": 2,
+    "rope_max_seq_len": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return BucketConfig.from_pretrained(save_config(tmp_path_factory.mktemp("law"), COUNTS))
+
+
+def schedule(arm: str, config, counts=COUNTS, **run):
+    shapes = {LatentShape.parse(shape): count for shape, count in counts.items()}
+    return schedule_of(Arm.parse(arm), shapes, config, memory_limit_gib=None, seed=0, **run)
+
+
+@pytest.mark.parametrize("world_size, accumulation", [(1, 1), (2, 4), (3, 2), (8, 1)])
+def test_same_bucket_steps_hold_one_bucket_and_every_sample_once(config, world_size, accumulation):
+    run = {"world_size": world_size, "gradient_accumulation_steps": accumulation}
+    plan, made = schedule("equal_token/same_bucket/eager", config, **run)
+    buckets = made.bucket.reshape(-1, world_size)
+    assert (buckets == buckets[:, :1]).all()
+    assert made.num_micro_steps % accumulation == 0
+    real = np.repeat(made.loss_weight > 0, made.sizes)
+    assert sorted(made.sample_order[real].tolist()) == list(range(20))
+    bucket_of_sample = np.repeat(np.arange(3), [bucket.count for bucket in plan.buckets])
+    assert (bucket_of_sample[made.sample_order] == np.repeat(made.bucket, made.sizes)).all()
+    assert (made.sizes <= np.array([bucket.batch_size for bucket in plan.buckets])[made.bucket]).all()
+    assert made.loss_weight.mean() == pytest.approx(1)
+
+
+def test_fewer_samples_keep_their_proportions_and_every_shape():
+    counts = {LatentShape(1, 4, 4): 900, LatentShape(2, 4, 4): 99, LatentShape(3, 4, 4): 1}
+    assert list(scaled(counts, 100).values()) == [90, 10, 1]
+
+
+@pytest.mark.parametrize("text", ["dual/auto", "dual/auto/fast", "patched"])
+def test_an_arm_of_another_form_is_refused(text):
+    with pytest.raises(UserError, match=r"POLICY/BALANCE/KERNELS.*but found"):
+        Arm.parse(text)
+
+
+def set_arguments(monkeypatch, tmp_path, *extra):
+    (tmp_path / "wan.json").write_text(json.dumps(WAN))
+    monkeypatch.setattr(sys, "argv", ["", "--config", f"{tmp_path}/wan.json", "--output_dir", f"{tmp_path}", *extra])
+
+
+def test_a_run_measures_what_was_predicted_and_its_lanes_are_drawn(tmp_path, config, monkeypatch, capsys):
+    (tmp_path / "shapes.json").write_text(json.dumps(COUNTS))
+    config.save_pretrained(tmp_path / "law")
+    what = ("--shapes", f"{tmp_path}/shapes.json", "--bucket_config", f"{tmp_path}/law", "--arms", *ARMS)
+    set_arguments(monkeypatch, tmp_path, *what, "--predict", "1")
+    compare_schedules.main()
+    with fresh_accelerate(**one_rank(**FSDP2)):
+        set_arguments(monkeypatch, tmp_path, *what)
+        compare_schedules.main()
+    predicted = json.loads((tmp_path / "predicted.json").read_text())["arms"]
+    measured = json.loads((tmp_path / "compare.json").read_text())["arms"]
+    assert [row["arm"] for row in measured] == list(ARMS)
+    for before, row in zip(predicted, measured):
+        assert row | before == row, "what was predicted beforehand stands in the result"
+        assert row["samples"] == 20
+        assert row["samples_per_second"] == pytest.approx(20 / row["seconds"])
+        assert len(row["micro_batches"]) == row["micro_steps"] == len(row["starts"][0]) - 1
+        assert all(block > 0 for _, _, block in row["micro_batches"])
+    assert "achieved_efficiency" not in measured[0], "no law was measured with eager blocks"
+    error = measured[2]["predicted"]["epoch_seconds"] / measured[2]["seconds"] - 1
+    assert measured[2]["prediction_error"] == pytest.approx(error)
+    assert "WanTransformerBlock   | 2 " in capsys.readouterr().err, "the patch report of the one patched arm"
+
+    picture = ["", "--comparison", f"{tmp_path}/compare.json", "--output", f"{tmp_path}/lanes.png", "--arms"]
+    monkeypatch.setattr(sys, "argv", [*picture, ARMS[0], ARMS[2]])
+    lanes_picture.main()
+    assert (tmp_path / "lanes.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr(sys, "argv", [*picture, "dual/none/eager"])
+    with pytest.raises(UserError, match=r"has the arms equal_token/none/eager.*but not dual/none/eager"):
+        lanes_picture.main()
+
+
+def test_step_memory_tries_both_kernels_with_and_without_the_checkpoint(tmp_path, monkeypatch):
+    points = ("--points", "1x4x4=1", "2x4x8=2", "--num_layers", "1")
+    with fresh_accelerate(ACCELERATE_USE_CPU="true"):
+        set_arguments(monkeypatch, tmp_path, *points, "--both_checkpointings")
+        step_memory.main()
+    result = json.loads((tmp_path / "step_memory.json").read_text())
+    assert result["environment"]["num_layers"] == 1
+    rows = [(r["checkpointing"], r["kernels"], r["shape"], r["batch_size"], r["tokens"]) for r in result["rows"]]
+    sizes = (("1x4x4", 1, 4), ("2x4x8", 2, 16))
+    assert rows == [(on, by, *size) for on in (True, False) for by in ("eager", "patched") for size in sizes]
+    assert all(row["seconds"] > 0 and not row["oom"] for row in result["rows"])
+
+
+RESULTS = sorted((ROOT / "recipes" / "results").glob("*_compare.json"))
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_a_committed_comparison_trained_the_same_samples_in_every_arm_as_predicted(path):
+    result = json.loads(path.read_text())
+    predicted = json.loads(path.with_name(path.name.replace("_compare", "_predicted")).read_text())
+    assert result["environment"]["gpu"] and result["command"] and result["date"]
+    assert len({row["samples"] for row in result["arms"]}) == 1
+    assert result["samples"] == predicted["samples"]
+    beforehand = {row["arm"]: row for row in predicted["arms"]}
+    for row in result["arms"]:
+        assert row["predicted"] == beforehand[row["arm"]]["predicted"]
+        assert row["samples"] == sum(result["samples"].values())
