@@ -43,7 +43,7 @@ class RandomTraining:
 
     def __init__(self, accelerator, args):
         set_seed(args.seed)  # the same on all ranks: FSDP2 shards what each rank holds and broadcasts nothing
-        self.accelerator, self.args = accelerator, args
+        self.accelerator, self.args, self._planned = accelerator, args, set()
         folder = Path(args.output_dir)
         if args.num_layers is not None:
             config = json.loads(Path(args.config).read_text()) | {"num_layers": args.num_layers}
@@ -93,23 +93,20 @@ class RandomTraining:
             torch._dynamo.reset()
 
     def warm_up(self, name: str, sizes: list[tuple[LatentShape, int]]) -> None:
-        """What happens once in a run of days: attention's plans, graphs, and the allocator's first growth.
-
-        The largest comes K times at last, and peak memory is counted from there on.
+        """What happens once in a run of days: attention's plans, and graphs. Peak memory is counted from here on.
 
         Args:
             name: of the kernels in use.
-            sizes: every (shape, B) that will come, the largest last.
+            sizes: every (shape, B) that will come, the smallest first.
         """
-        if name == "compiled":  # graphs need the whole model, at each size
-            for shape, size in sizes:
-                self.whole_step(shape, size)
-        else:
-            self.make_plans(sizes)
+        self.make_plans(sizes)
+        whole = sizes[:1]
+        if name == "compiled":  # a graph for micro-batches of one sample and one for larger ones
+            whole += [next((size for size in sizes if (size[1] == 1) is one), sizes[0]) for one in (True, False)]
+        for shape, size in whole:
+            self.whole_step(shape, size)
         empty_device_cache(self.accelerator.device)
         reset_peak_memory(self.accelerator.device)
-        for shape, size in (sizes[0], sizes[-1]):
-            self.whole_step(shape, size)
 
     def whole_step(self, shape: LatentShape, size: int) -> None:
         """K micro-steps with the same micro-batch size on all ranks, and the optimizer."""
@@ -117,7 +114,12 @@ class RandomTraining:
             self.micro_step(shape, torch.arange(size))
 
     def make_plans(self, sizes: list[tuple[LatentShape, int]]) -> None:
-        """Attention makes a plan at the first call of a size: a model of one unsharded block does for all."""
+        """Attention makes a plan at the first call of a size: a model of one unsharded block does for all.
+
+        Sizes that were here before are left out.
+        """
+        sizes = [size for size in sizes if size not in self._planned]
+        self._planned.update(sizes)
         with self.accelerator.device:
             block = wan_training.MODEL_CLASS.from_config(self.config | {"num_layers": 1}).train()
         block.to(model_input_dtype(self.accelerator))
