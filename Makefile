@@ -1,6 +1,6 @@
 # Each target stands alone: on a fresh machine it first makes .venv with pinned versions, later runs reuse it.
 PYTHON ?= python3
-DATA ?=
+export DATA ?=
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 DIFFUSERS := 0.41.0 0.42.0 0.42.1
@@ -8,7 +8,7 @@ DIFFUSERS := 0.41.0 0.42.0 0.42.1
 .PHONY: demo test test-slow matrix lint gpu-test gpu-test-sm80 sanitize clean
 
 demo: $(INSTALLED)  ## prepare, measure, fit, plan, train, resume, report on small real files (DATA=folder for your own)
-	bash recipes/demo.sh $(DATA)
+	bash recipes/demo.sh "$$DATA"
 
 test: $(INSTALLED)  ## everything that needs no GPU and no patience, on two processes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not slow" --numprocesses 2 --dist loadfile

@@ -14,7 +14,7 @@ HEAD = """# The command line
 
 `pip install adaptiveload_hf` brings the command `adaptiveload`. From data to an even load:
 
-```
+```bash
 adaptiveload scan DATASET                            # which shapes, how many of each
 accelerate launch recipes/benchmark_shapes.py ...    # what a step costs; or: fit --from-log, count
 adaptiveload plan CONFIG --dataset DATASET           # batch size of each bucket, and what limits it
@@ -39,7 +39,7 @@ def text() -> str:
 def _section(name, command) -> str:
     words, _, example = inspect.cleandoc(command.help).partition("\b\nExample:\n")
     rows = [row for parameter in command.params if (row := _row(parameter))]
-    lines = [f"## adaptiveload {name}", "", words.strip(), "", "```", inspect.cleandoc(example).strip(), "```", ""]
+    lines = [f"## adaptiveload {name}", "", words.strip(), "", "```bash", inspect.cleandoc(example).strip(), "```", ""]
     return "\n".join([*lines, "| | |", "|---|---|", *rows]) + "\n"
 
 
