@@ -2,7 +2,7 @@
 
 accelerate launch --config_file accelerate_configs/fsdp2.yaml --num_processes 2 recipes/compare_schedules.py \\
     --config recipes/runs/wan2.1_1.3b.json --shapes recipes/mixed_shapes.json --samples 200 --bucket_config config \\
-    --output_dir compare --arms equal_token/none/eager dual/auto/patched
+    --m_mem_tokens 65520 --output_dir compare --arms equal_token/none/eager dual/auto/patched
 
 Random latents of real shapes, made on the device; one model, trained by every arm in turn. With --predict nothing is
 trained: the laws of the bucket configs say what each arm will take.
@@ -36,6 +36,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     add = parser.add_argument
     add("--shapes", type=Path, required=True, help='JSON {"21x60x104": samples, ...}')
     add("--samples", type=int, help="about so many in all, in the proportions of --shapes")
+    add("--m_mem_tokens", type=int, required=True, help="tokens of a micro-batch that memory allows, in every arm")
     add("--arms", nargs="+", type=Arm.parse, required=True, metavar="POLICY/BALANCE/KERNELS")
     add("--bucket_config", required=True, help="measured with patched blocks; batch sizes and dealing go by it")
     add("--eager_bucket_config", help="measured with eager blocks: what eager arms are predicted by")
@@ -83,7 +84,7 @@ def plan_arm(args, arm: Arm, counts, laws, world_size: int):
         arm,
         counts,
         laws["patched"],
-        memory_limit_gib=args.memory_limit_gib,
+        m_mem_tokens=args.m_mem_tokens,
         world_size=world_size,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         seed=args.seed,
@@ -178,6 +179,7 @@ def write(path: Path, args, counts, rows: list[dict], environment: dict) -> None
         "command": shlex.join(["recipes/compare_schedules.py", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "m_mem_tokens": args.m_mem_tokens,
         "environment": environment,
         "samples": {str(shape): count for shape, count in counts.items()},
     }

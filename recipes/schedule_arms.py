@@ -7,7 +7,7 @@ from random_training import KERNELS
 
 from adaptiveload_hf import BucketConfig, LatentShape, UserError
 from adaptiveload_hf.buckets.cost import CostModel
-from adaptiveload_hf.buckets.plan import BucketPlan
+from adaptiveload_hf.buckets.plan import BucketPlan, make_plan
 from adaptiveload_hf.buckets.schedule import EpochSchedule, loss_weights, schedule_epoch
 from adaptiveload_hf.buckets.simulate import simulate
 
@@ -56,7 +56,7 @@ def schedule_of(
     counts: dict[LatentShape, int],
     config: BucketConfig,
     *,
-    memory_limit_gib: float | None,
+    m_mem_tokens: int,
     world_size: int,
     gradient_accumulation_steps: int,
     seed: int,
@@ -65,10 +65,12 @@ def schedule_of(
 
     Args:
         counts: samples of each shape; the samples are numbered shape by shape, shapes sorted.
-        config: its laws give the batch sizes and the cost that dealing goes by.
+        config: its law gives the batch sizes and the cost that dealing goes by.
+        m_mem_tokens: the memory limit, the same for every policy.
     """
     run = {"world_size": world_size, "gradient_accumulation_steps": gradient_accumulation_steps}
-    plan = config.plan(counts, policy=arm.policy, memory_limit_gib=memory_limit_gib, **run)
+    geometry = config.geometry
+    plan = make_plan(counts, config.cost_model, geometry=geometry, policy=arm.policy, m_mem_tokens=m_mem_tokens, **run)
     bucket_of_sample = np.repeat(np.arange(len(plan.buckets)), [bucket.count for bucket in plan.buckets])
     if arm.balance == SAME_BUCKET:
         return plan, same_bucket_schedule(plan, config.cost_model, seed=seed, **run)

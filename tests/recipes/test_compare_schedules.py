@@ -36,7 +36,7 @@ def config(tmp_path_factory):
 
 def schedule(arm: str, config, counts=COUNTS, **run):
     shapes = {LatentShape.parse(shape): count for shape, count in counts.items()}
-    return schedule_of(Arm.parse(arm), shapes, config, memory_limit_gib=None, seed=0, **run)
+    return schedule_of(Arm.parse(arm), shapes, config, m_mem_tokens=48, seed=0, **run)
 
 
 @pytest.mark.parametrize("world_size, accumulation", [(1, 1), (2, 4), (3, 2), (8, 1)])
@@ -73,7 +73,16 @@ def set_arguments(monkeypatch, tmp_path, *extra):
 def test_a_run_measures_what_was_predicted_and_its_lanes_are_drawn(tmp_path, config, monkeypatch, capsys):
     (tmp_path / "shapes.json").write_text(json.dumps(COUNTS))
     config.save_pretrained(tmp_path / "law")
-    what = ("--shapes", f"{tmp_path}/shapes.json", "--bucket_config", f"{tmp_path}/law", "--arms", *ARMS)
+    what = (
+        "--shapes",
+        f"{tmp_path}/shapes.json",
+        "--bucket_config",
+        f"{tmp_path}/law",
+        "--m_mem_tokens",
+        "96",
+        "--arms",
+        *ARMS,
+    )
     set_arguments(monkeypatch, tmp_path, *what, "--predict", "1")
     compare_schedules.main()
     with fresh_accelerate(**one_rank(**FSDP2)):
