@@ -115,7 +115,9 @@ class TrainingMonitor:
         """
         blocks = self._block_seconds or [float("nan")] * len(self._losses)
         loss = torch.stack(self._losses).mean()
-        sent = torch.tensor([0.0, flag, self._pace.value, *blocks], device=loss.device)
+        # From pinned memory the copy does not wait for the device.
+        values = torch.tensor([0.0, flag, self._pace.value, *blocks], pin_memory=loss.is_cuda)
+        sent = values.to(loss.device, non_blocking=True)
         sent[0] = loss
         return self.accelerator.gather(sent[None]).double().cpu().numpy()
 

@@ -12,9 +12,13 @@ from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
+from lora import plain_name
+from safetensors import SafetensorError
+from stopping import resume_command
 
 from adaptiveload_hf import UserError
 
+CONTENTS = "contents.json"  # of a checkpoint: its files and what they hold
 WAITS_FOR_STORAGE = 5  # of a second each
 
 
@@ -28,37 +32,46 @@ def find_checkpoint(accelerator: Accelerator, output_dir: Path, wanted: str | No
     """The checkpoint to resume from, the same on all ranks; None starts afresh.
 
     Raises:
-        UserError: `wanted` is not there; or nothing is wanted and the folder already holds a run.
+        UserError: `wanted` is not there, or not whole; or nothing is wanted and the folder already holds a run.
     """
     found: list[str | None] = [None]
     if accelerator.is_main_process:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        present = checkpoints_in(output_dir)
-        names = ", ".join(path.name for path in present.values()) or "none"
-        if wanted is None and present:
-            raise UserError(
-                f"{output_dir} already holds a run ({names}). Pass --resume_from_checkpoint latest to go on with it, "
-                "or another --output_dir."
-            )
-        if wanted == "latest":
-            if present:
-                found[0] = str(present[max(present)])
-            else:
-                print(f"no checkpoint in {output_dir} yet: starting afresh", file=sys.stderr)
-        elif wanted is not None:
-            path = next((p for p in (Path(wanted), output_dir / wanted) if p.is_dir()), None)
-            if path is None:
-                raise UserError(
-                    f"--resume_from_checkpoint {wanted}: no such folder; {output_dir} holds {names}. Pass one of "
-                    "them, or 'latest'."
-                )
-            found[0] = str(path)
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--output_dir {output_dir} cannot be made a folder: {error}") from None
+        found[0] = _choose(output_dir, wanted)
     broadcast_object_list(found)
     checkpoint = None if found[0] is None else Path(found[0])
     _check_shared(accelerator, output_dir, checkpoint)
     if checkpoint is not None:
+        _check_whole(checkpoint)
         _check_kind(accelerator, checkpoint)
     return checkpoint
+
+
+def _choose(output_dir: Path, wanted: str | None) -> str | None:
+    present = checkpoints_in(output_dir)
+    names = ", ".join(path.name for path in present.values()) or "none"
+    if wanted is None and present:
+        raise UserError(
+            f"{output_dir} already holds a run ({names}). Pass --resume_from_checkpoint latest to go on with it, "
+            "or another --output_dir."
+        )
+    if wanted is None:
+        return None
+    if wanted != "latest":
+        path = next((p for p in (Path(wanted), output_dir / wanted) if p.is_dir()), None)
+        if path is None:
+            raise UserError(
+                f"--resume_from_checkpoint {wanted}: no such folder; {output_dir} holds {names}. Pass one of "
+                "them, or 'latest'."
+            )
+        return str(path)
+    if present:
+        return str(present[max(present)])
+    print(f"no checkpoint in {output_dir} yet: starting afresh", file=sys.stderr)
+    return None
 
 
 def _check_shared(accelerator: Accelerator, output_dir: Path, checkpoint: Path | None) -> None:
@@ -117,23 +130,110 @@ def _check_kind(accelerator: Accelerator, checkpoint: Path) -> None:
         )
 
 
-def save_checkpoint(accelerator: Accelerator, output_dir: Path, step: int, total_limit: int | None) -> None:
-    """Saves under a temporary name and renames, so that a save that is killed never becomes `latest`."""
+def _check_whole(checkpoint: Path) -> None:
+    """Refuses a checkpoint that lost something after it was saved: a copy that was cut short, a disk that was.
+
+    Raises:
+        UserError: names the first file that is not as it was written.
+    """
+    expected = _contents(checkpoint)["bytes"]
+    found = _sizes(checkpoint)
+    for name, size in expected.items():
+        if found.get(name) != size:
+            raise UserError(
+                f"{checkpoint} is damaged: {name} was saved with {size} bytes, but "
+                + (f"has {found[name]}. " if name in found else "is gone. ")
+                + f"{_others(checkpoint)}"
+            )
+
+
+def _others(checkpoint: Path) -> str:
+    names = [path.name for path in checkpoints_in(checkpoint.parent).values() if path != checkpoint]
+    if not names:
+        return f"There is no other checkpoint in {checkpoint.parent}."
+    return f"Go on from another with --resume_from_checkpoint {' or '.join(reversed(names))}."
+
+
+def _contents(checkpoint: Path) -> dict:
+    try:
+        return json.loads((checkpoint / CONTENTS).read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{checkpoint} is damaged, or none of these trainers' checkpoints: {CONTENTS} in it says what was saved, "
+            f"but {error}. {_others(checkpoint)}"
+        ) from None
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Bytes of every file below the folder, by its path there."""
+    return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def load_checkpoint(accelerator: Accelerator, model, checkpoint: Path) -> None:
+    """Model, optimizer, schedule, loader and random numbers as they were saved.
+
+    Raises:
+        UserError: it is one of another model, or of other trained weights of it.
+    """
+    saved, mine = _contents(checkpoint)["trained"], _trained(model)
+    differences = [
+        f"{name} is {saved.get(name, 'not')} there and {mine.get(name, 'not trained')} here"
+        for name in sorted(saved.keys() | mine.keys())
+        if saved.get(name) != mine.get(name)
+    ]
+    if differences:
+        raise UserError(
+            f"{checkpoint} holds other weights than this run trains ({len(differences)} differ):\n  "
+            + "\n  ".join(differences[:3])
+            + "\nGive the model, --rank and --lora_target_modules of that run, or another --output_dir."
+        )
+    accelerator.load_state(str(checkpoint))
+
+
+def _trained(model) -> dict[str, list[int]]:
+    """Names and sizes of all weights that are trained, as they are without any wrapper."""
+    return {plain_name(name): list(weight.shape) for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+def save_checkpoint(accelerator: Accelerator, model, output_dir: Path, step: int, total_limit: int | None) -> None:
+    """Saves under a temporary name and renames, so that a save that is killed never becomes `latest`.
+
+    Raises:
+        UserError: it could not be written, to a full disk say.
+    """
     whole, partial = output_dir / f"checkpoint-{step}", output_dir / f"partial-checkpoint-{step}"
     if accelerator.is_main_process:
         for cut_short in output_dir.glob("partial-checkpoint-*"):
             shutil.rmtree(cut_short)
     accelerator.wait_for_everyone()
-    accelerator.save_state(str(partial))
-    accelerator.wait_for_everyone()
+    try:
+        accelerator.save_state(str(partial))
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            contents = {"step": step, "bytes": _sizes(partial), "trained": _trained(model)}
+            (partial / CONTENTS).write_text(json.dumps(contents, indent=1))
+    except (OSError, RuntimeError, SafetensorError) as error:  # each of the writers has its own for a full disk
+        free = shutil.disk_usage(output_dir).free / 2**30
+        last = ", ".join(path.name for path in checkpoints_in(output_dir).values()) or "none"
+        raise UserError(
+            f"the checkpoint of step {step} could not be written to {partial}, where {free:.2f} GiB are free: "
+            f"{error}\nWhole checkpoints: {last}. Once there is room, go on with:\n{resume_command()}"
+        ) from error
     if accelerator.is_main_process:
         if whole.exists():  # of a run that was resumed from further back
-            shutil.rmtree(whole)
+            _remove(whole)
         os.replace(partial, whole)
         present = checkpoints_in(output_dir)
         for old in sorted(present)[: -total_limit if total_limit else 0]:
-            shutil.rmtree(present[old])
+            _remove(present[old])
     accelerator.wait_for_everyone()
+
+
+def _remove(checkpoint: Path) -> None:
+    """Under another name first: one that is half removed must not look like a checkpoint."""
+    going = checkpoint.with_name(f"partial-{checkpoint.name}-removed")
+    os.replace(checkpoint, going)
+    shutil.rmtree(going)
 
 
 def keep_metrics_until(path: Path, step: int) -> None:
@@ -141,7 +241,8 @@ def keep_metrics_until(path: Path, step: int) -> None:
     if not path.exists():
         return
     lines = path.read_text().splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    # One that was cut short, by a full disk say, holds no step.
+    kept = [line for line in lines if line.endswith("}\n") and json.loads(line)["step"] <= step]
     if len(kept) < len(lines):
         partial = path.with_suffix(".partial")
         partial.write_text("".join(kept))

@@ -24,6 +24,7 @@ def make_loader(
         accelerator=accelerator,
         num_workers=args.dataloader_num_workers,
         seed=args.seed,
+        on_dataset_change=args.on_dataset_change,
         repeats=parse_repeats(args.repeats, dataset),
         balance=args.balance,
         loss_normalization=args.loss_normalization,

@@ -7,6 +7,7 @@ import torch
 from accelerate import Accelerator
 from diffusers.training_utils import cast_training_params
 from peft import LoraConfig
+from training_arguments import at_least
 
 from adaptiveload_hf import UserError
 
@@ -14,7 +15,7 @@ from adaptiveload_hf import UserError
 def add_lora_arguments(parser) -> None:
     """Without --rank the whole transformer is trained; the default targets are the family's LORA_TARGET_MODULES."""
     add = parser.add_argument
-    add("--rank", type=int, help="of the LoRA; without it the whole transformer is trained")
+    add("--rank", type=at_least(1), help="of the LoRA; without it the whole transformer is trained")
     add("--lora_alpha", type=float, help="default: the rank")
     add("--lora_target_modules", nargs="+", metavar="NAME",
         help="ends of module names, such as to_q or ffn.net.2; default: attention")  # fmt: skip
@@ -24,10 +25,8 @@ def add_lora(transformer, args) -> None:
     """Freezes the transformer and adds an adapter to it, in float32 whatever the base is in.
 
     Raises:
-        UserError: a rank below 1, or a target that fits no linear module of this transformer.
+        UserError: a target that fits no linear module of this transformer.
     """
-    if args.rank < 1:
-        raise UserError(f"--rank must be 1 or more, but it is {args.rank}. Leave it out to train all weights.")
     linear = [name for name, module in transformer.named_modules() if isinstance(module, torch.nn.Linear)]
     unknown = [
         target for target in args.lora_target_modules if not any(f".{name}".endswith(f".{target}") for name in linear)
@@ -53,21 +52,21 @@ def leave_frozen_out(model) -> None:
     Args:
         model: unwrapped, after `accelerator.prepare`, which reads the whole state_dict itself.
     """
-    frozen = {_plain(name) for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    frozen |= {_plain(name) for name, _ in model.named_buffers()}
+    frozen = {plain_name(name) for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    frozen |= {plain_name(name) for name, _ in model.named_buffers()}
 
     def drop(module, state_dict, prefix, local_metadata):
         for name in frozen:
             state_dict.pop(prefix + name, None)
 
     def expect(module, incompatible):
-        incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if _plain(key) not in frozen]
+        incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if plain_name(key) not in frozen]
 
     model.register_state_dict_post_hook(drop)
     model.register_load_state_dict_post_hook(expect)
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """A parameter's name without what DDP and activation checkpointing add to it."""
     return name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from accelerate.utils import ProjectConfiguration, set_seed
 from benchmark_shapes import bucket_config_for
 from caption_dropout import make_caption_dropout
-from checkpoints import find_checkpoint, keep_metrics_until
+from checkpoints import find_checkpoint, keep_metrics_until, load_checkpoint
 from data_setup import make_loader
 from diffusers import StableDiffusion3Pipeline
 from flow_matching import make_flow_matching
@@ -42,6 +42,7 @@ from training_arguments import (
     add_run_arguments,
     add_scheduler_arguments,
     add_validation_arguments,
+    compare_arguments,
 )
 from training_loop import init_trackers, run_micro_step, run_steps, say_start
 from validation import make_held_out_loss
@@ -84,6 +85,7 @@ def main():
 
 
 def train(accelerator, args):
+    compare_arguments(args)
     set_seed(args.seed)  # the same on all ranks: FSDP2 shards what each rank holds and broadcasts nothing
     output_dir = Path(args.output_dir)
     checkpoint = find_checkpoint(accelerator, output_dir, args.resume_from_checkpoint)
@@ -107,7 +109,7 @@ def train(accelerator, args):
     transformer = load_transformer(accelerator, MODEL_CLASS, args, variant.subfolder)
     model, optimizer, scheduler = prepare_training(accelerator, args, transformer, total_steps)
     if checkpoint is not None:
-        accelerator.load_state(str(checkpoint))
+        load_checkpoint(accelerator, model, checkpoint)
     model_facts, environment = describe_run(accelerator, args, MODEL_CLASS, transformer_config)
     if accelerator.is_main_process:
         say_start(args, loader, scheduler, bucket_config.check_environment(environment, model_facts), total_steps)

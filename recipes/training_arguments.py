@@ -1,7 +1,44 @@
 """Which flags do the trainers and the shape benchmark share? Named as in diffusers' own training scripts."""
 
+import argparse
+import math
+
 from accelerate.utils import LoggerType
 from diffusers.optimization import SchedulerType
+
+from adaptiveload_hf.buckets.ranks import compare_ranks
+
+
+def at_least(low: float, *, above: bool = False):
+    """An argument's type: a finite number from `low` on, or above it; whole where `low` is."""
+    kind = type(low)
+
+    def parse(word: str):
+        number = kind(word)
+        if not (math.isfinite(number) and (number > low if above else number >= low)):
+            raise argparse.ArgumentTypeError(f"must be {'more than' if above else 'at least'} {low}, but it is {word}")
+        return number
+
+    parse.__name__ = kind.__name__  # of a word that is no number, argparse says: invalid float value
+    return parse
+
+
+def compare_arguments(args) -> None:
+    """Ranks that were started with other arguments would wait for each other at a save or at the end. A collective.
+
+    Raises:
+        UserError: on all ranks; names the argument, the rank and both values.
+    """
+    # A machine may have its own copies of these; what is in them is compared where it counts.
+    own = {
+        "pretrained_model_name_or_path",
+        "dataset",
+        "validation_dataset",
+        "bucket_config",
+        "output_dir",
+        "hub_token",
+    }
+    compare_ranks({f"--{name}": value for name, value in vars(args).items() if name not in own})
 
 
 def add_model_arguments(parser, required: bool = True) -> None:
@@ -12,18 +49,18 @@ def add_model_arguments(parser, required: bool = True) -> None:
     add("--from_scratch", action="store_true", help="random weights in the pipeline's transformer configuration")
     add("--dataset", required=required, help="output_dir of prepare_dataset.py")
     add("--output_dir", required=True)
-    add("--seed", type=int, default=0)
-    add("--gradient_accumulation_steps", type=int, default=1, help="K: micro-steps in an optimizer step")
+    add("--seed", type=at_least(0), default=0)
+    add("--gradient_accumulation_steps", type=at_least(1), default=1, help="K: micro-steps in an optimizer step")
     add("--mixed_precision", choices=["no", "bf16", "fp16"], help="default: the launch configuration's")
     add("--gradient_checkpointing", action="store_true", help="not together with fsdp_activation_checkpointing")
     add("--no_patch", action="store_true", help="leave the AdaLN operations eager")
-    add("--memory_limit_gib", type=float, help="default: 90%% of the GPU's memory; none on CPU")
-    add("--learning_rate", type=float, default=1e-5)
-    add("--adam_beta1", type=float, default=0.9)
-    add("--adam_beta2", type=float, default=0.999)
-    add("--adam_weight_decay", type=float, default=1e-2)
-    add("--adam_epsilon", type=float, default=1e-8)
-    add("--max_grad_norm", type=float, default=1.0)
+    add("--memory_limit_gib", type=at_least(0.0, above=True), help="default: 90%% of the GPU's memory; none on CPU")
+    add("--learning_rate", type=at_least(0.0), default=1e-5)
+    add("--adam_beta1", type=at_least(0.0), default=0.9)
+    add("--adam_beta2", type=at_least(0.0), default=0.999)
+    add("--adam_weight_decay", type=at_least(0.0), default=1e-2)
+    add("--adam_epsilon", type=at_least(0.0), default=1e-8)
+    add("--max_grad_norm", type=at_least(0.0, above=True), default=1.0)
 
 
 def add_flow_arguments(parser) -> None:
@@ -32,9 +69,9 @@ def add_flow_arguments(parser) -> None:
     schemes = ["sigma_sqrt", "logit_normal", "mode", "cosmap", "none"]
     add("--weighting_scheme", choices=schemes, default="logit_normal", help="none: uniform timesteps, equal weights")
     add("--logit_mean", type=float, default=0.0)
-    add("--logit_std", type=float, default=1.0)
+    add("--logit_std", type=at_least(0.0), default=1.0)
     add("--mode_scale", type=float, default=1.29)
-    add("--shift", type=float, help="of sigma; default: the pipeline's scheduler's")
+    add("--shift", type=at_least(0.0, above=True), help="of sigma; default: the pipeline's scheduler's")
     add("--shift_shape", metavar="FxHxW",
         help="latent shape that --shift is meant for: others get shift * sqrt(their size / its size)")  # fmt: skip
 
@@ -44,7 +81,7 @@ def add_scheduler_arguments(parser) -> None:
     add = parser.add_argument
     add("--lr_scheduler", choices=[kind.value for kind in SchedulerType if kind.value != "piecewise_constant"],
         default="constant")  # fmt: skip
-    add("--lr_warmup_steps", type=int, default=0)
+    add("--lr_warmup_steps", type=at_least(0), default=0)
     add("--lr_num_cycles", type=int, default=1)
     add("--lr_power", type=float, default=1.0)
 
@@ -62,16 +99,18 @@ def add_run_arguments(parser) -> None:
     add("--batch_sizes", nargs="+", metavar="SHAPE=B", help="instead of the plan's, such as 21x60x104=1")
     add("--repeats", nargs="+", metavar="PATTERN=N",
         help="how often files occur in an epoch, such as 'photos/*=0.5'; the last that fits counts")  # fmt: skip
-    add("--num_train_epochs", type=int, default=1)
-    add("--max_train_steps", type=int, help="optimizer steps in all; overrides --num_train_epochs")
+    add("--num_train_epochs", type=at_least(1), default=1)
+    add("--max_train_steps", type=at_least(1), help="optimizer steps in all; overrides --num_train_epochs")
     add("--balance", default="auto", help="none, step, window:n or auto")
     add("--loss_normalization", choices=["token", "sample", "none"], default="token")
     add("--allow_extrapolation", action="store_true", help="accept shapes outside the measured range of tokens")
-    add("--dataloader_num_workers", type=int, default=0)
-    add("--checkpointing_steps", type=int, default=500)
-    add("--checkpoints_total_limit", type=int, help="keep only the newest so many")
+    add("--dataloader_num_workers", type=at_least(0), default=0)
+    add("--checkpointing_steps", type=at_least(1), default=500)
+    add("--checkpoints_total_limit", type=at_least(1), help="keep only the newest so many")
     add("--resume_from_checkpoint", help="'latest', or a checkpoint-<step> folder")
-    add("--max_skipped_steps", type=int, default=10,
+    add("--on_dataset_change", choices=["error", "new_epoch"], default="error",
+        help="resuming on another dataset: refuse, or begin a new epoch of it and keep the step")  # fmt: skip
+    add("--max_skipped_steps", type=at_least(1), default=10,
         help="optimizer steps without a finite gradient, each skipped, after which the run ends")  # fmt: skip
     add("--proportion_empty_prompts", type=float, default=0.0, help="share of samples trained without their caption")
     add("--report_to", choices=["none", *LoggerType.list()], default="tensorboard", help="tracker of accelerate")
@@ -83,7 +122,12 @@ def add_validation_arguments(parser) -> None:
     add = parser.add_argument
     add("--validation_dataset", help="output_dir of prepare_dataset.py with held-out samples: their loss per shape")
     add("--validation_prompt", nargs="+", help="captions to sample from")
-    add("--validation_steps", type=int, default=500, help="optimizer steps between validations; one at the end too")
+    add(
+        "--validation_steps",
+        type=at_least(1),
+        default=500,
+        help="optimizer steps between validations; one at the end too",
+    )
     add("--validation_resolution", default="81x480x832", metavar="FxHxW", help="of the samples, frames and pixels")
-    add("--validation_inference_steps", type=int, default=30)
+    add("--validation_inference_steps", type=at_least(1), default=30)
     add("--guidance_scale", type=float, default=5.0, help="of the samples")

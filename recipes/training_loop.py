@@ -70,7 +70,7 @@ def run_steps(accelerator: Accelerator, args, model, loader, scheduler, run, tot
                         metrics |= validate(step)
                 _write(accelerator, output_dir, metrics, monitor.status_line(measured), bar)
                 if step % args.checkpointing_steps == 0 or last:
-                    save_checkpoint(accelerator, output_dir, step, args.checkpoints_total_limit)
+                    save_checkpoint(accelerator, model, output_dir, step, args.checkpoints_total_limit)
                 if last:
                     break
                 done = []

@@ -10,7 +10,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from flow_matching import FlowMatching
 
 from adaptiveload_hf.buckets.collate import collate_prepared
-from adaptiveload_hf.buckets.shapes import read_shapes
+from adaptiveload_hf.buckets.ranks import compare_ranks
+from adaptiveload_hf.buckets.shapes import dataset_fingerprint, read_shapes
 
 
 def make_held_out_loss(accelerator: Accelerator, dataset, loader, flow: FlowMatching, losses):
@@ -29,7 +30,10 @@ def make_held_out_loss(accelerator: Accelerator, dataset, loader, flow: FlowMatc
         A function that returns `validation_loss` (mean over tokens, as training weighs them by default) and
         `validation_loss_by_shape`.
     """
-    index, sizes = read_shapes(dataset), {str(b.shape): b.batch_size for b in loader.plan.buckets}
+    index = read_shapes(dataset)
+    # Ranks with other samples would do another number of forwards, and wait for each other at the end.
+    compare_ranks({"validation dataset": dataset_fingerprint(dataset, index)})
+    sizes = {str(b.shape): b.batch_size for b in loader.plan.buckets}
     samples = defaultdict(list)
     for sample, bucket in enumerate(index.bucket_of_sample.tolist()):
         samples[bucket].append(sample)

@@ -2,15 +2,18 @@
 
 import copy
 import pickle
+import warnings
 
 import numpy as np
 import pytest
 import torch
 from support import monitored
-from support.accelerators import FSDP2
+from support.accelerators import FSDP2, fresh_accelerate
+from support.image_training import image_loader, losses
 from support.tiny_models import tiny_inputs, tiny_model
 from support.worlds import on_ranks
 
+from adaptiveload_hf import TrainingMonitor, make_accelerator
 from adaptiveload_hf.monitor import BlockClock, CostDrift, RankPace, device_counters, repeated_block
 
 
@@ -139,6 +142,27 @@ def test_graphs_that_are_compiled_are_counted():
     double(torch.ones(3))
     double(torch.ones(4))
     assert device_counters()["recompiles"] == before + 2
+
+
+@pytest.mark.gpu
+def test_the_monitor_waits_for_the_gpu_where_it_reads_the_loss_and_nowhere_else():
+    waits = []
+    with fresh_accelerate():
+        accelerator = make_accelerator(gradient_accumulation_steps=2)
+        model = accelerator.prepare(tiny_model("sd3"))
+        loader = image_loader(accelerator, (8, 8), (2, 2), balance="none")
+        monitor = TrainingMonitor(accelerator, model, loader)
+        for batch in monitor:
+            with accelerator.accumulate(model):
+                loss = losses(model, batch).mean() * batch["loss_weight"]
+                accelerator.backward(loss)
+            torch.cuda.set_sync_debug_mode("warn")
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                metrics = monitor.micro_step_done(loss)
+            torch.cuda.set_sync_debug_mode("default")
+            waits.append((metrics is not None, sum("synchronizing" in str(warning.message) for warning in said)))
+    assert waits == 4 * [(False, 0), (True, 1)]
 
 
 def test_one_process_lags_behind_nobody():

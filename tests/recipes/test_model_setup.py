@@ -81,10 +81,8 @@ def test_under_bf16_a_lora_is_trained_in_float32_and_its_base_stays_in_bf16(smal
     assert frozen["blocks.0.attn1.to_q.base_layer.weight"] == frozen["blocks.1.ffn.net.2.weight"] == torch.bfloat16
 
 
-def test_lora_targets_that_are_not_there_and_a_rank_of_nothing_are_refused(small_pipeline):
+def test_lora_targets_that_are_not_there_are_refused(small_pipeline):
     args = parse(small_pipeline, "--rank", 2, "--lora_target_modules", "to_q", "to_z", "q")
     transformer = WanTransformer3DModel.from_pretrained(small_pipeline, subfolder="transformer")
     with pytest.raises(UserError, match=r"to_z q names no linear module.*attn1.to_q.*ffn.net.2"):
         add_lora(transformer, args)
-    with pytest.raises(UserError, match="--rank must be 1 or more, but it is 0"):
-        add_lora(transformer, parse(small_pipeline, "--rank", 0))

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from stopping import resume_command
 from support.launch import ROOT
 from support.prepared import save_config, save_prepared
+from support.recipe_arguments import parse
 from support.train_ranks import COUNTS, train_here
 
 from adaptiveload_hf import UserError
@@ -31,13 +32,6 @@ def setup(small_pipeline, tmp_path_factory):
     )
 
 
-def test_resuming_on_another_dataset_is_refused(setup, tmp_path):
-    train_here(setup, tmp_path / "run", max_train_steps=1)
-    other = save_prepared(tmp_path / "other", {**COUNTS, "1x4x4": 18})
-    with pytest.raises(UserError, match="trained on another dataset"):
-        train_here(setup, tmp_path / "run", "--resume_from_checkpoint", "latest", dataset=other)
-
-
 def test_a_folder_that_holds_a_run_is_not_written_over(setup, tmp_path):
     (tmp_path / "checkpoint-4").mkdir()
     with pytest.raises(UserError, match=r"already holds a run \(checkpoint-4\)\. Pass --resume_from"):
@@ -48,6 +42,24 @@ def test_an_unknown_tracker_is_wrong_usage(setup, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         train_here(setup, tmp_path, "--report_to", "paper")
     assert "invalid choice: 'paper'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--max_train_steps -3", "--max_train_steps: must be at least 1, but it is -3"),
+        ("--checkpointing_steps 0", "--checkpointing_steps: must be at least 1, but it is 0"),
+        ("--rank 0", "--rank: must be at least 1, but it is 0"),
+        ("--learning_rate nan", "--learning_rate: must be at least 0.0, but it is nan"),
+        ("--shift 0", "--shift: must be more than 0.0, but it is 0"),
+        ("--max_grad_norm 0", "--max_grad_norm: must be more than 0.0, but it is 0"),
+        ("--dataloader_num_workers two", "--dataloader_num_workers: invalid int value: 'two'"),
+    ],
+)
+def test_a_number_that_makes_no_sense_is_wrong_usage(words, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parse("PIPELINE", *words.split())
+    assert said in capsys.readouterr().err
 
 
 def test_a_checkpoint_that_is_not_there_is_named_with_those_that_are(setup, tmp_path):

@@ -1,0 +1,117 @@
+"""What becomes of a run whose checkpoint is damaged, of another model, or cannot be written, or whose data changed?"""
+
+import json
+import os
+import re
+import resource
+import shutil
+from types import SimpleNamespace
+
+import checkpoints
+import pytest
+from checkpoints import keep_metrics_until
+from support.prepared import save_config, save_prepared
+from support.train_ranks import COUNTS, save_small_transformer, train_here
+
+from adaptiveload_hf import UserError
+
+LATEST = ("--resume_from_checkpoint", "latest")
+
+
+@pytest.fixture(scope="module")
+def setup(small_pipeline, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    setup = SimpleNamespace(
+        pipeline=small_pipeline,
+        dataset=save_prepared(folder / "prepared", COUNTS),
+        config=save_config(folder / "config", COUNTS),
+        run=folder / "run",
+    )
+    train_here(setup, setup.run, max_train_steps=2, checkpointing_steps=1)
+    return setup
+
+
+@pytest.fixture
+def run(setup, tmp_path):
+    return shutil.copytree(setup.run, tmp_path / "run")
+
+
+def test_a_checkpoint_that_lost_something_is_named_with_the_file_and_the_ones_that_are_whole(setup, run):
+    latest = run / "checkpoint-2"
+    file = latest / "optimizer.bin"
+    size = file.stat().st_size
+    os.truncate(file, size // 2)
+    message = rf"checkpoint-2 is damaged: optimizer.bin was saved with {size} bytes, but has {size // 2}\."
+    with pytest.raises(UserError, match=message + r".*--resume_from_checkpoint checkpoint-1"):
+        train_here(setup, run, *LATEST, max_train_steps=3)
+    file.unlink()
+    with pytest.raises(UserError, match=r"optimizer.bin was saved with \d+ bytes, but is gone"):
+        train_here(setup, run, *LATEST, max_train_steps=3)
+    (latest / "contents.json").unlink()
+    with pytest.raises(UserError, match=r"is damaged, or none of these trainers' checkpoints: contents\.json"):
+        train_here(setup, run, *LATEST, max_train_steps=3)
+    assert len(train_here(setup, run, "--resume_from_checkpoint", "checkpoint-1", max_train_steps=3)) == 3
+    shutil.rmtree(run / "checkpoint-1")
+    (run / "checkpoint-3" / "model.safetensors").unlink()
+    shutil.rmtree(latest)
+    with pytest.raises(UserError, match=r"There is no other checkpoint in \S+run\."):
+        train_here(setup, run, *LATEST, max_train_steps=4)
+
+
+def test_a_checkpoint_of_another_model_or_of_other_weights_of_it_is_refused(setup, run, tmp_path):
+    deeper = shutil.copytree(setup.pipeline, tmp_path / "deeper")
+    save_small_transformer(deeper / "transformer", num_layers=3, ffn_dim=64)
+    other = SimpleNamespace(pipeline=deeper, dataset=setup.dataset, config=setup.config)
+    with pytest.raises(UserError, match=r"holds other weights than this run trains \(\d+ differ\)") as caught:
+        train_here(other, run, *LATEST, max_train_steps=3)
+    assert "blocks.0.ffn.net.0.proj.bias is [32] there and [64] here" in str(caught.value)
+    lora = r"blocks.0.attn1.norm_k.weight is \[24\] there and not trained here.*Give the model, --rank"
+    with pytest.raises(UserError, match=re.compile(lora, re.DOTALL)):
+        train_here(setup, run, *LATEST, "--rank", 2, max_train_steps=3)
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_what_is_left_and_the_command(setup, run):
+    """As on a full disk: torch's writer then says "unexpected pos"."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, before[1]))  # less than the optimizer's file
+    try:
+        with pytest.raises(UserError) as caught:
+            train_here(setup, run, "--resume_from_checkpoint", "checkpoint-1", max_train_steps=3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = str(caught.value)
+    where = r"step 3 could not be written to \S+partial-checkpoint-3, where [\d.]+ GiB are free: .*unexpected pos"
+    assert re.search(where, said)
+    assert "Whole checkpoints: checkpoint-1, checkpoint-2." in said
+    assert said.endswith("--resume_from_checkpoint latest")
+    assert len(train_here(setup, run, *LATEST, max_train_steps=3)) == 3
+    assert not list(run.glob("partial-*"))
+
+
+def test_a_removal_that_is_killed_leaves_nothing_that_looks_like_a_checkpoint(run, monkeypatch):
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", lambda folder: None)  # as if killed before
+    checkpoints._remove(run / "checkpoint-2")
+    assert list(checkpoints.checkpoints_in(run)) == [1]
+
+
+def test_another_dataset_is_gone_on_with_when_asked(setup, run, tmp_path):
+    other = save_prepared(tmp_path / "other", {**COUNTS, "1x4x4": 18})
+    with pytest.raises(UserError, match=r"trained on another dataset.*on_dataset_change"):
+        train_here(setup, run, *LATEST, dataset=other, max_train_steps=3)
+    metrics = train_here(setup, run, *LATEST, "--on_dataset_change", "new_epoch", dataset=other, max_train_steps=3)
+    assert [line["step"] for line in metrics] == [1, 2, 3]
+    assert [line["epoch"] for line in metrics] == [0, 0, 1]
+
+
+def test_an_output_dir_that_is_a_file_is_named(setup, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"--output_dir \S+file cannot be made a folder: .*File exists"):
+        train_here(setup, tmp_path / "file")
+
+
+def test_a_line_of_metrics_that_was_cut_short_is_dropped(tmp_path):
+    lines = [json.dumps({"step": step, "samples": {}}) + "\n" for step in range(1, 5)]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(lines[0] + lines[1][:9] + "\n" + lines[1] + lines[2] + lines[3])
+    keep_metrics_until(path, 3)
+    assert path.read_text() == lines[0] + lines[1] + lines[2]
