@@ -12,6 +12,10 @@ say() { printf '\n\033[1m== %s\033[0m\n' "$*" >&2; }
 rm -rf "$out"
 mkdir -p "$out"
 
+# Of your own clips, at the demo's size, the buckets that fit them.
+buckets="1x96x96 1x96x160 1x160x96 9x96x160 17x96x96 17x96x160 33x96x160"
+[ -z "${1:-}" ] || buckets="auto --height 96 --width 160 --max_num_frames 49"
+
 say "1/5 real files and a tiny, randomly initialised Wan pipeline"
 [ -n "${1:-}" ] || python recipes/make_demo_clips.py --output_dir "$data"
 python recipes/tiny_wan.py --output_dir "$out/tiny_wan"
@@ -19,8 +23,7 @@ python recipes/tiny_wan.py --output_dir "$out/tiny_wan"
 say "2/5 decode with PyAV, encode with AutoencoderKLWan and UMT5"
 python recipes/prepare_dataset.py --instance_data_root "$data" --output_dir "$out/prepared" \
     --pretrained_model_name_or_path "$out/tiny_wan" --fps 16 \
-    --max_sequence_length 160 \
-    --video_resolution_buckets 1x96x96 1x96x160 1x160x96 9x96x160 17x96x96 17x96x160 33x96x160
+    --max_sequence_length 160 --video_resolution_buckets $buckets
 
 adaptiveload scan "$out/prepared"
 

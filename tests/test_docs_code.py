@@ -7,9 +7,11 @@ runs; recipes, launchers, make and pip must take the words, and tests of their o
 import contextlib
 import itertools
 import json
+import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -21,6 +23,7 @@ from support.accelerators import fresh_accelerate
 from support.caches import sample_members, save_musubi, save_shard
 from support.clips import moving_bar, write_clip
 from support.hub_server import WRITE_TOKEN, visited_hub
+from support.launch import environment_of
 from support.measured import make_config, measure, save_dataset
 from support.prepared import save_config, save_prepared
 from support.reader import what_the_reader_has
@@ -145,6 +148,22 @@ def check_recipe(script, *arguments, monkeypatch, whole=True):
     if whole and "def parse_args" in path.read_text():
         monkeypatch.setattr(sys, "argv", [script, *arguments])
         __import__(path.stem).parse_args()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_quickstart_runs_word_for_word(tmp_path):
+    for name in ("recipes", "accelerate_configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    script = "".join(text for _, language, text in blocks(ROOT / "docs" / "quickstart.md") if language == "bash")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = environment_of() | {"PATH": path}
+    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
+    done = subprocess.run(["bash", "-ec", script], check=False, **options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 11))
+    assert "<html" in (tmp_path / "report.html").read_text()
 
 
 PYTHON_PAGES = [page for page in PAGES if any(language == "python" for _, language, _ in blocks(page))]

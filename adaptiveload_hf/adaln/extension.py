@@ -22,7 +22,8 @@ def find_problem(path: Path) -> str | None:
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
-        return f"{path.name} is there but does not load ({error}); build it again with {_BUILD}"
+        # torch keeps what the loader said (a library that is missing or too old) as the cause of its own words.
+        return f"{path.name} is there but does not load ({error.__cause__ or error}); build it again with {_BUILD}"
     return None
 
 
