@@ -8,14 +8,13 @@ a change of any of them the class is rewritten as it then stands, without the ed
 import ast
 import dataclasses
 import hashlib
-import inspect
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
 from ..errors import UserError
-from .source import FunctionSource, LeftEager, running_source
+from .source import FunctionSource, LeftEager, running_source, undecorated
 
 _ADAPTERS: dict[str, list["Adapter"]] = {}
 
@@ -128,7 +127,7 @@ def _places(tree: ast.AST, wanted: list[ast.stmt]):
 
 def _helper(owner: type, name: str) -> object | None:
     """A function of a class, or else a global of its forward."""
-    forward_globals = getattr(inspect.unwrap(vars(owner)["forward"]), "__globals__", {})
+    forward_globals = getattr(undecorated(vars(owner)["forward"]), "__globals__", {})
     return getattr(owner, name, forward_globals.get(name))
 
 
@@ -139,6 +138,6 @@ def _digest(module: nn.Module, owner: type, name: str) -> str | None:
     if is_method and (getattr(type(module), name) is not function or name in vars(module)):
         return None
     try:
-        return running_source(function).digest
+        return running_source(undecorated(function) if name == "forward" else function).digest
     except LeftEager:
         return None

@@ -66,6 +66,29 @@ for _class_name, _digest, _rows in (
 ):
     register_adapter(f"{_TRANSFORMERS}.{_class_name}", sources={"forward": _digest}, edits=[_rows, *_sites()])
 
+# Wan Animate keeps the dtype of its output norm's input in a variable.
+register_adapter(
+    f"{_TRANSFORMERS}.transformer_wan_animate.WanAnimateTransformer3DModel",
+    sources={"forward": "15f234d152ee9d3c"},
+    edits=[
+        (
+            """
+            hidden_states_original_dtype = hidden_states.dtype
+            hidden_states = self.norm_out(hidden_states.float())
+            shift = shift.to(hidden_states.device)
+            scale = scale.to(hidden_states.device)
+            hidden_states = (hidden_states * (1 + scale) + shift).to(dtype=hidden_states_original_dtype)
+            """,
+            """
+            normed = self.norm_out(hidden_states.float())
+            shift = shift.to(normed.device)
+            scale = scale.to(normed.device)
+            hidden_states = (normed * (1 + scale) + shift).type_as(hidden_states)
+            """,
+        )
+    ],
+)
+
 # ------------------------------------------------------------------------------------------------------ Qwen-Image
 # The helper method takes a norm's result.
 

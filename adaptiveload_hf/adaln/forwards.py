@@ -3,7 +3,6 @@
 import ast
 import copyreg
 import functools
-import inspect
 import linecache
 import types
 
@@ -16,7 +15,7 @@ from .first_call import Verdict, forward_of
 from .patterns import Site
 from .rewrite import PREFIX, Rewriter
 from .runtime import NORM_OPS, FusedOps
-from .source import FunctionSource, LeftEager, future_flags, running_source, shown_source
+from .source import FunctionSource, LeftEager, decorated_as, future_flags, running_source, shown_source, undecorated
 from .tested_sources import TESTED_SOURCES
 
 # Set on an instance while it is patched. A function that somebody put around its forward may outlive the patch.
@@ -95,7 +94,7 @@ class RewrittenForward:
         for name, helper, of_class in self._helpers:
             if of_class and (name in module.__dict__ or getattr(type(module), name) is not helper):
                 return False
-            if not of_class and self.original.__globals__.get(name) is not helper:
+            if not of_class and undecorated(self.original).__globals__.get(name) is not helper:
                 return False
         return True
 
@@ -114,7 +113,7 @@ class RewrittenForward:
         self.sites = self._rewriter(shown_source(self.original)).sites
         if not self.sites and adapter is None:
             return
-        source = running_source(self.original)
+        source = running_source(undecorated(self.original))
         if adapter is not None:
             source = adapted(source, adapter)
         self.digest = source.digest
@@ -132,12 +131,12 @@ class RewrittenForward:
 
     def _rewriter(self, source: FunctionSource) -> Rewriter:
         _, norms, names, *_ = self._made_from
-        function_globals = inspect.unwrap(self.original).__globals__
-        return Rewriter(source.tree, function_globals, {path: NORM_OPS.get(kind) for path, kind in norms}, names)
+        norm_ops = {path: NORM_OPS.get(kind) for path, kind in norms}
+        return Rewriter(source.tree, undecorated(self.original).__globals__, norm_ops, names)
 
     def _compiled(self, source: FunctionSource) -> tuple[types.FunctionType, str]:
-        """Compile a rewritten tree among the globals, and with the defaults, of the original."""
-        original, (_, _, names, backend, _, adapter) = self.original, self._made_from
+        """Compile a rewritten tree among the globals, and with the defaults and decorators, of the original."""
+        original, (_, _, names, backend, _, adapter) = undecorated(self.original), self._made_from
         functions = adapter.functions if adapter is not None else ()
         parameters = ", ".join([PREFIX, *(function.__name__ for function in functions)])
         factory = ast.parse(f"def make({parameters}):\n    return None").body[0]
@@ -157,7 +156,7 @@ class RewrittenForward:
         function = namespace["make"](FusedOps(*BACKENDS[backend], names), *functions)
         function.__defaults__, function.__kwdefaults__ = original.__defaults__, original.__kwdefaults__
         function.__qualname__, function.__annotations__ = original.__qualname__, original.__annotations__
-        return function, text
+        return decorated_as(self.original, function), text
 
 
 def rewritten_forward(

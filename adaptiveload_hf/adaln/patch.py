@@ -13,6 +13,7 @@ from torch import nn
 from ..errors import UserError
 from . import attention, families, more_families  # noqa: F401  both register the adapters
 from .adapters import adapter_of
+from .first_call import Verdict
 from .forwards import MARK, RewrittenForward, norms_of, rewritten_behind, rewritten_forward
 from .ops import OPS, extension_missing_reason, kernel_backend
 from .patch_report import PatchReport
@@ -22,7 +23,7 @@ __all__ = ["PatchReport", "patch_model", "patched", "unpatch_model"]
 
 _BACKENDS = ("auto", "cuda", "triton", "reference")
 _CHECKS = ("auto", "always", "never")
-_TOP_LEVEL = "a model's top-level forward, which carries root hooks and decorators, is not rewritten"
+_TOP_LEVEL = "a model's top-level forward is rewritten only if the tests cover its source"
 
 
 def patch_model(
@@ -126,10 +127,12 @@ def _function_of(forward: object, module: nn.Module) -> object | None:
 
 def _install(module: nn.Module, owner: type, rewritten: RewrittenForward) -> str | None:
     """Put a rewritten forward into the innermost slot, or say why not."""
-    if isinstance(module, ModelMixin):
-        return _TOP_LEVEL
     if not rewritten.text:
         return rewritten.reason
+    if isinstance(module, ModelMixin) and rewritten.verdict is Verdict.UNCHECKED:
+        return (
+            _TOP_LEVEL  # a comparison would run the whole model, with what its blocks' hooks and caches hold, thrice
+        )
     for holder, name in _slots(module):
         if _function_of(getattr(holder, name), module) is rewritten.original:
             setattr(holder, name, rewritten.bind(module))

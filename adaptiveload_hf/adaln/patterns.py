@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from .effects import Effects
+from .source import LeftEager
 
 
 @dataclass
@@ -119,6 +120,24 @@ class Finder:
         name = definition.targets[0].id
         found = [m for m in self.matches if m.site.kind == kind and getattr(getattr(m, part), "id", None) == name]
         return [m for m in found if m.site.reason is not None and m.statement.lineno > definition.lineno]
+
+    def only_uses(self, definition: ast.Assign, readers: list[Match], part: str) -> tuple[list[Match], list[ast.Name]]:
+        """The readers of what a definition gives its variable, and reads of a norm's device until the last of them.
+
+        Raises:
+            LeftEager: something else reads it.
+        """
+        name = definition.targets[0].id
+        uses = self._effects.uses(definition, name)
+        matches = [match for match in readers if any(getattr(match, part) is use for use in uses)]
+        last = matches[-1].statement.end_lineno if matches and part == "main" else 0
+        nodes = (node for statement in self._effects.statements for node in ast.walk(statement))
+        attributes = [node for node in nodes if isinstance(node, ast.Attribute) and node.lineno <= last]
+        of_device = {id(node.value) for node in attributes if node.attr == "device"}
+        devices = [use for use in uses if id(use) in of_device]
+        if len(matches) + len(devices) != len(uses) or not matches:
+            raise LeftEager(f"{name} is used otherwise too")
+        return matches, devices
 
     def _find(self, node: ast.AST, statement: ast.stmt, nested: bool) -> Iterator[Match]:
         inner = cast(node)[0]

@@ -200,7 +200,7 @@ class Rewriter:
 
     def _fuse_held_norm(self, definition: ast.Assign, readers: list[Match]) -> list[Match]:
         """`n = norm(x)` becomes: keep x, and call the norm now only if it is not plain. The uses of n modulate x."""
-        matches = self._only_uses(definition, readers, "main")
+        matches, devices = self._finder.only_uses(definition, readers, "main")
         norm_call, dtype = cast(definition.value)
         norm, x = norm_call.func, norm_call.args[0]
         raw_x, norms = without_float(x), {ast.unparse(norm): norm}
@@ -222,8 +222,10 @@ class Rewriter:
         unless_plain = ast.IfExp(_call("is_plain", *norms.values()), ast.Constant(None), call)
         kept = [(kept_x, raw_x), (kept_dtype, dtype), (normed, unless_plain)]
         self._new_statements[id(definition)] = [_assign(name, value) for name, value in kept if value is not None]
+        on_device = {id(read): ast.IfExp(is_plain, kept_x, normed) for read in devices}
+        self._new_expressions |= on_device
         for match in matches:
-            literal = _copied(match.replaced, {id(match.main): ast.IfExp(is_plain, call, normed)})
+            literal = _copied(match.replaced, {id(match.main): ast.IfExp(is_plain, call, normed), **on_device})
             x_now = kept_x if match.rows is None else ast.Subscript(kept_x, match.rows, ast.Load())
             self._modulate(match, norm, self._bind("x", x_now), literal, kept_dtype, is_plain)
         self._drop_after(matches[-1].statement, kept_x, normed)
@@ -233,7 +235,7 @@ class Rewriter:
 
     def _fuse_held_product(self, definition: ast.Assign, readers: list[Match]) -> list[Match]:
         """`v = gate * y` becomes: keep gate and y. The use `x + v` then adds both."""
-        (match, *more) = self._only_uses(definition, readers, "second")
+        (match, *more), _ = self._finder.only_uses(definition, readers, "second")
         if more:
             raise LeftEager(f"{definition.targets[0].id} is added more than once")
         gate, y = self._finder.gate_and_branch(definition.value)
@@ -302,15 +304,6 @@ class Rewriter:
             norm.unless_plain.test = ast.BoolOp(ast.Or(), [given, norm.unless_plain.test])
         self._drop_after(norm.match.statement, normed)
         return normed
-
-    def _only_uses(self, definition: ast.Assign, readers: list[Match], part: str) -> list[Match]:
-        """The matches that read what a definition gives its variable, if nothing else reads it."""
-        name = definition.targets[0].id
-        uses = self._effects.uses(definition, name)
-        matches = [match for match in readers if any(getattr(match, part) is use for use in uses)]
-        if len(matches) != len(uses) or not matches:
-            raise LeftEager(f"{name} is used otherwise too")
-        return matches
 
     # ------------------------------------------------------------------------------------------ pieces
 

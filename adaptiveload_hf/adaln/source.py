@@ -86,9 +86,36 @@ def shown_source(function: object) -> FunctionSource:
     Raises:
         LeftEager: it is no plain function, there is no source, or no such function stands there any more.
     """
-    for source, _ in _candidates(inspect.unwrap(function) if inspect.isfunction(function) else function):
+    for source, _ in _candidates(undecorated(function)):
         return source
     raise LeftEager(_EDITED)
+
+
+def undecorated(function: object) -> object:
+    """The function below its decorators, as `functools.wraps` leads to it."""
+    return inspect.unwrap(function) if inspect.isfunction(function) else function
+
+
+def decorated_as(function: object, inner: types.FunctionType) -> types.FunctionType:
+    """`inner` below the decorators of a function: their own wrappers, with another function in the closure.
+
+    No decorator runs again.
+
+    Raises:
+        LeftEager: a wrapper does not hold the function that it wraps in a variable of its closure.
+    """
+    wrapped = getattr(function, "__wrapped__", None)
+    if wrapped is None:
+        return inner
+    cells = getattr(function, "__closure__", None) or ()
+    if not any(_holds(cell, wrapped) for cell in cells):
+        raise LeftEager("its forward is decorated by what does not hold it in a closure")
+    inner = decorated_as(wrapped, inner)
+    closure = tuple(types.CellType(inner) if _holds(cell, wrapped) else cell for cell in cells)
+    code, names, defaults = function.__code__, function.__globals__, function.__defaults__
+    wrapper = types.FunctionType(code, names, function.__name__, defaults, closure)
+    wrapper.__kwdefaults__ = function.__kwdefaults__
+    return functools.update_wrapper(wrapper, inner)
 
 
 def future_flags(function: types.FunctionType) -> int:
@@ -120,6 +147,13 @@ def _candidates(function: object) -> Iterator[tuple[FunctionSource, types.CodeTy
                 lines = text.splitlines(keepends=True)[node.lineno - 1 : node.end_lineno]
                 digest = hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
                 yield FunctionSource(_without_signature(node), class_name, digest), code
+
+
+def _holds(cell: types.CellType, value: object) -> bool:
+    try:
+        return cell.cell_contents is value
+    except ValueError:  # nothing yet
+        return False
 
 
 @functools.lru_cache(maxsize=8)

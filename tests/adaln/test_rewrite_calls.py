@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from diffusers.models.normalization import FP32LayerNorm, RMSNorm
+from support.odd_norms import DeviceOfNorm
 from torch import nn
 from torch.nn.modules import module as torch_module
 
@@ -152,6 +153,13 @@ def test_what_the_ops_do_not_take_runs_as_written(block_class, change, op_calls)
     block = block_class()
     patch_model(block, verify="never")
     check_literal(block, change(*tensors()), op_calls)
+
+
+def test_what_a_norm_elsewhere_gives_says_where_its_modulation_goes():
+    block = DeviceOfNorm()
+    patch_model(block, verify="never")
+    block.norm.register_forward_hook(lambda norm, inputs, output: output.to("meta"))
+    assert block(*tensors()).is_meta
 
 
 @BLOCKS

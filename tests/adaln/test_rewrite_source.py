@@ -9,6 +9,7 @@ import types
 
 import pytest
 import torch
+from support.compositions import fused_ops
 from support.odd_blocks import ODD_BLOCKS
 from torch import nn
 
@@ -106,10 +107,49 @@ def test_future_imports_of_the_module_hold_in_the_new_code(module_of):
     torch.testing.assert_close(block(*tensors()), expected)
 
 
-def test_a_decorated_forward_is_refused(module_of):
-    text = textwrap.dedent(SOURCE).replace("    def forward", "    @torch.no_grad()\n    def forward")
-    with pytest.raises(UserError, match="its forward is decorated"):
-        patch_model(module_of(text)[0].Block())
+DECORATED = """
+import functools
+decorated = []
+
+def times(factor):
+    def decorator(function):
+        decorated.append(function)
+        @functools.wraps(function)
+        def wrapper(self, *args, last=1, **kwargs):
+            return function(self, *args, **kwargs) * factor * last
+        return wrapper
+    return decorator
+
+def from_a_table(function):
+    table = [function]
+    @functools.wraps(function)
+    def wrapper(*args):
+        return table[0](*args)
+    return wrapper
+"""
+
+
+def decorated(decorators):
+    return DECORATED + textwrap.dedent(SOURCE).replace("    def forward", f"    {decorators}\n    def forward")
+
+
+def test_a_decorated_forward_keeps_its_decorators_which_do_not_run_again(module_of):
+    module, _ = module_of(decorated("@torch.no_grad()\n    @times(3)"))
+    block, (x, scale, shift) = module.Block(), tensors()
+    expected = block(x.requires_grad_(), scale, shift, last=7)
+    report = patch_model(block, verify="never")
+    found, ops = fused_ops(block, x, scale, shift, last=7)
+    torch.testing.assert_close(found, expected)
+    assert not found.requires_grad and sum(ops.values()) == 1
+    assert len(module.decorated) == 1
+    assert "_adaln.modulate" in report.source("Block")
+    unpatch_model(block)
+    assert torch.equal(block(x, scale, shift, last=7), expected)
+
+
+def test_a_decorator_that_keeps_its_function_elsewhere_is_left_and_named(module_of):
+    with pytest.raises(UserError, match="its forward is decorated by what does not hold it in a closure"):
+        patch_model(module_of(decorated("@from_a_table"))[0].Block())
 
 
 def test_a_class_attribute_that_is_no_function_is_named():

@@ -26,6 +26,33 @@ class DtypeReboundBetween(OddBlock):
         return normed * (1 + scale) + shift + other
 
 
+class DeviceOfNorm(OddBlock):
+    fused = 1
+
+    def forward(self, x, scale, shift, gate):
+        x = self.norm(x)
+        scale = scale.to(x.device)
+        return x * (1 + scale) + shift.to(x.device)
+
+
+class DeviceOfNormLater(OddBlock):
+    reason = "normed is used otherwise too"
+
+    def forward(self, x, scale, shift, gate):
+        normed = self.norm(x)
+        x = normed * (1 + scale) + shift
+        return x.to(normed.device) + gate
+
+
+class DeviceOfProduct(OddBlock):
+    reason = "branch is used otherwise too"
+
+    def forward(self, x, scale, shift, gate):
+        branch = gate * self.linear(x)
+        x = x.to(branch.device)
+        return x + branch
+
+
 class ShiftAlone(OddBlock):
     fused = 1
 
