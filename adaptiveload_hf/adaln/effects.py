@@ -5,7 +5,7 @@ Conservative throughout: names are joined for the whole function, any call may c
 
 import ast
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from .source import LeftEager
@@ -30,12 +30,14 @@ _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 @dataclass(frozen=True)
 class Place:
-    """Where a statement stands: its list of siblings, the loops around it, whether a `try` or `with` is around it."""
+    """Where a statement stands: its list of siblings, the loops around it, whether a `try` or `with` is around it, and
+    whether a decided `if` never lets it run."""
 
     block: list[ast.stmt]
     index: int
     loops: tuple[ast.stmt, ...]
     guarded: bool
+    dead: bool
 
 
 class Effects:
@@ -44,14 +46,16 @@ class Effects:
     Args:
         function: the tree that is going to be rewritten.
         function_globals: the function's globals, to know whether `torch` is torch.
+        decided: the value of each test of an `if` that is known beforehand, by its text.
     """
 
-    def __init__(self, function: ast.FunctionDef, function_globals: dict):
+    def __init__(self, function: ast.FunctionDef, function_globals: dict, decided: Mapping[str, bool]):
         arguments = [*function.args.posonlyargs, *function.args.args]
         self.self_name = arguments[0].arg if arguments else ""
         self.statements: list[ast.stmt] = []
         self._places: dict[int, Place] = {}
-        self._index(function.body, (), False)
+        self._decided = decided
+        self._index(function.body, (), False, False)
         self._nodes = [node for node in ast.walk(function) if node is not function]
         self._variables = [node for node in self._nodes if isinstance(node, ast.Name)]
         self._stored = {node.id for node in self._variables if _stores(node)}
@@ -75,16 +79,22 @@ class Effects:
         if not self.self_name or self.self_name in self._stored:
             raise LeftEager("its forward assigns to self")
 
-    def _index(self, block: list[ast.stmt], loops: tuple[ast.stmt, ...], guarded: bool) -> None:
+    def _index(self, block: list[ast.stmt], loops: tuple[ast.stmt, ...], guarded: bool, dead: bool) -> None:
         for index, statement in enumerate(block):
-            self._places[id(statement)] = Place(block, index, loops, guarded)
+            self._places[id(statement)] = Place(block, index, loops, guarded, dead)
             self.statements.append(statement)
             if isinstance(statement, _SCOPES):
                 continue
             inner_loops = (*loops, statement) if isinstance(statement, _LOOPS) else loops
             can_swallow = isinstance(statement, ast.Try | ast.With | getattr(ast, "TryStar", ast.Try))
+            taken = self._decided.get(ast.unparse(statement.test)) if isinstance(statement, ast.If) else None
             for inner in _blocks(statement):
-                self._index(inner, inner_loops, guarded or can_swallow)
+                skipped = taken is not None and (inner is statement.body) is not taken
+                self._index(inner, inner_loops, guarded or can_swallow, dead or skipped)
+
+    def may_run(self, statement: ast.stmt) -> bool:
+        """Whether no decided `if` keeps a statement from running."""
+        return not self._places[id(statement)].dead
 
     def is_simple(self, statement: ast.stmt) -> bool:
         """Whether a statement belongs to a basic block as a whole."""

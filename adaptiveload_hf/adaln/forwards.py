@@ -20,6 +20,11 @@ from .tested_sources import TESTED_SOURCES
 
 # Set on an instance while it is patched. A function that somebody put around its forward may outlive the patch.
 MARK = "_adaptiveload_patched"
+# What a test may consist of to be decided by settings alone.
+_IN_TESTS = (
+    *(ast.BoolOp, ast.boolop, ast.UnaryOp, ast.Not, ast.Compare, ast.cmpop),
+    *(ast.Attribute, ast.Name, ast.Load, ast.Constant, ast.Tuple, ast.List),
+)
 # Arguments of FusedOps: the module of the ops, devices, what is passed to every op.
 BACKENDS = {
     "auto": (fused_ops, ("cpu", "cuda"), {}),
@@ -37,6 +42,7 @@ class RewrittenForward:
     Args:
         owner: the class whose own `forward` it is.
         norms: (path, type) of what the forward calls as `self.<path>` and an op may stand for.
+        decided: (test, value) of each `if` that the settings of an instance decide.
         names: the ops to use.
         backend: "auto", "cuda", "triton" or "reference".
         verify: "auto" (compare unless tested), "always" or "never".
@@ -58,12 +64,13 @@ class RewrittenForward:
         self,
         owner: type,
         norms: tuple[tuple[str, type], ...],
+        decided: tuple[tuple[str, bool], ...],
         names: frozenset[str],
         backend: str,
         verify: str,
         adapter: Adapter | None = None,
     ):
-        self._made_from = (owner, norms, names, backend, verify, adapter)
+        self._made_from = (owner, norms, decided, names, backend, verify, adapter)
         self.name = f"{owner.__module__}.{owner.__qualname__}"
         self.original = vars(owner)["forward"]
         self.function = self.original
@@ -130,13 +137,13 @@ class RewrittenForward:
                 self.verdict = Verdict.TESTED if tested else Verdict.UNCHECKED
 
     def _rewriter(self, source: FunctionSource) -> Rewriter:
-        _, norms, names, *_ = self._made_from
+        _, norms, decided, names, *_ = self._made_from
         norm_ops = {path: NORM_OPS.get(kind) for path, kind in norms}
-        return Rewriter(source.tree, undecorated(self.original).__globals__, norm_ops, names)
+        return Rewriter(source.tree, undecorated(self.original).__globals__, norm_ops, names, dict(decided))
 
     def _compiled(self, source: FunctionSource) -> tuple[types.FunctionType, str]:
         """Compile a rewritten tree among the globals, and with the defaults and decorators, of the original."""
-        original, (_, _, names, backend, _, adapter) = undecorated(self.original), self._made_from
+        original, (_, _, _, names, backend, _, adapter) = undecorated(self.original), self._made_from
         functions = adapter.functions if adapter is not None else ()
         parameters = ", ".join([PREFIX, *(function.__name__ for function in functions)])
         factory = ast.parse(f"def make({parameters}):\n    return None").body[0]
@@ -159,16 +166,9 @@ class RewrittenForward:
         return decorated_as(self.original, function), text
 
 
-def rewritten_forward(
-    owner: type,
-    norms: tuple[tuple[str, type], ...],
-    names: frozenset[str],
-    backend: str,
-    verify: str,
-    adapter: Adapter | None = None,
-) -> RewrittenForward:
+def rewritten_forward(owner: type, *others: object) -> RewrittenForward:
     """The `RewrittenForward` of these arguments, made once for each forward that the class has had."""
-    return _made_once(vars(owner)["forward"], owner, norms, names, backend, verify, adapter)
+    return _made_once(vars(owner)["forward"], owner, *others)
 
 
 @functools.cache
@@ -189,14 +189,54 @@ def norms_of(module: nn.Module, owner: type) -> tuple[tuple[str, type], ...]:
     return tuple(found)
 
 
+def decided_of(module: nn.Module, owner: type) -> tuple[tuple[str, bool], ...]:
+    """(test, value) of each `if` of the forward of `owner` that a word among this module's settings decides:
+    `if self.norm_type == "ada_norm_zero"`. Should the setting change, what ran never before runs as written."""
+    found = {}
+    for test, names in _tests(vars(owner)["forward"]):
+        settings = {name: vars(module).get(name) for name in names}
+        if all(type(setting) is str for setting in settings.values()):
+            code = compile(ast.fix_missing_locations(ast.Expression(test)), "<test>", "eval")
+            found[ast.unparse(test)] = bool(eval(code, {}, {"self": types.SimpleNamespace(**settings)}))
+    return tuple(found.items())
+
+
+def forward_called_by(owner: type) -> type | None:
+    """The class whose forward that of `owner` calls, by `super().forward(...)` or `Block.forward(self, ...)`."""
+    base = next(cls for cls in owner.__mro__[1:] if "forward" in vars(cls))
+    source = _shown(vars(owner)["forward"])
+    nodes = ast.walk(source.tree) if source is not None else ()
+    holders = [ast.unparse(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr == "forward"]
+    return base if any(holder.startswith("super(") or holder == base.__name__ for holder in holders) else None
+
+
 @functools.cache
 def _paths_called(forward: object) -> list[tuple[str, list[str]]]:
     """What a forward calls on self, as written and as the names under which it is stored."""
+    source = _shown(forward)
+    paths = source.called_on_self() if source is not None else []
+    return [(path, list(map(source.stored_name, path.split(".")))) for path in paths]
+
+
+@functools.cache
+def _tests(forward: object) -> list[tuple[ast.expr, list[str]]]:
+    """The tests of a forward that do no more than compare attributes of self with constants, and these attributes."""
+    found, source = [], _shown(forward)
+    branches = [] if source is None else [node for node in ast.walk(source.tree) if isinstance(node, ast.If)]
+    for test in (branch.test for branch in branches):
+        nodes = list(ast.walk(test))
+        of_self = [n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]
+        only_self = all(node.id == "self" for node in nodes if isinstance(node, ast.Name))
+        if of_self and only_self and all(isinstance(node, _IN_TESTS) for node in nodes):
+            found.append((test, of_self))
+    return found
+
+
+def _shown(forward: object) -> FunctionSource | None:
     try:
-        source = shown_source(forward)
+        return shown_source(forward)
     except LeftEager:
-        return []
-    return [(path, list(map(source.stored_name, path.split(".")))) for path in source.called_on_self()]
+        return None
 
 
 def rewritten_behind(function: object) -> RewrittenForward | None:

@@ -14,7 +14,15 @@ from ..errors import UserError
 from . import attention, families, more_families  # noqa: F401  both register the adapters
 from .adapters import adapter_of
 from .first_call import Verdict
-from .forwards import MARK, RewrittenForward, norms_of, rewritten_behind, rewritten_forward
+from .forwards import (
+    MARK,
+    RewrittenForward,
+    decided_of,
+    forward_called_by,
+    norms_of,
+    rewritten_behind,
+    rewritten_forward,
+)
 from .ops import OPS, extension_missing_reason, kernel_backend
 from .patch_report import PatchReport
 from .registry import has_triton
@@ -65,8 +73,13 @@ def patch_model(
         owner = _owner(module)
         if owner is not None:
             adapter, version = adapter_of(module, owner)
-            rewritten = rewritten_forward(owner, norms_of(module, owner), names, backend, verify, adapter)
+            facts = norms_of(module, owner), decided_of(module, owner)
+            rewritten = rewritten_forward(owner, *facts, names, backend, verify, adapter)
             report.add(rewritten, _install(module, owner, rewritten), note=version)
+            if (base := forward_called_by(owner)) is not None:
+                facts = norms_of(module, base), decided_of(module, base)
+                called = rewritten_forward(base, *facts, names, backend, verify)
+                report.add(called, f"the forward of {owner.__name__} calls it, and the class's own answers")
         if attention.op_of(module) in names:
             report.add_attention(owner, attention.install(module, backend))
     if not report.instances_patched:

@@ -83,11 +83,12 @@ class Finder:
     def __init__(self, effects: Effects, is_norm: Callable[[str], bool]):
         self._effects = effects
         self._is_norm = is_norm
-        self.definitions = [s for s in effects.statements if self.is_norm_definition(s) or self._is_gate_definition(s)]
+        statements = [s for s in effects.statements if effects.may_run(s)]
+        self.definitions = [s for s in statements if self.is_norm_definition(s) or self._is_gate_definition(s)]
         norms = [self.is_norm_definition(definition) for definition in self.definitions]
         self._norm_variables = {s.targets[0].id for s, is_norm in zip(self.definitions, norms) if is_norm}
         self._gate_variables = {s.targets[0].id for s, is_norm in zip(self.definitions, norms) if not is_norm}
-        simple = [s for s in effects.statements if effects.is_simple(s)]
+        simple = [s for s in statements if effects.is_simple(s)]
         self.matches = [match for statement in simple for match in self._find(statement, statement, nested=False)]
 
     def is_norm_definition(self, statement: ast.stmt) -> bool:
@@ -185,7 +186,7 @@ class Finder:
 
     def residual_of(self, statement: ast.stmt) -> Match | None:
         """The match of a sum that a statement `x = ...` assigns as a whole, gated or not."""
-        if not _assigns_variable(statement):
+        if not _assigns_variable(statement) or not self._effects.may_run(statement):
             return None
         node = cast(statement.value)[0]
         for match in (match for match in self.matches if match.node is node):

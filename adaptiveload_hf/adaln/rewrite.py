@@ -33,15 +33,21 @@ class Rewriter:
         function_globals: its globals.
         norms: the op of each norm `self.a.b`, by `a.b` as in the source; None where this child is absent.
         names: the ops to use.
+        decided: as for `Effects`. What never runs stays as it is, and is no site.
     """
 
     def __init__(
-        self, function: ast.FunctionDef, function_globals: dict, norms: dict[str, str | None], names: frozenset[str]
+        self,
+        function: ast.FunctionDef,
+        function_globals: dict,
+        norms: dict[str, str | None],
+        names: frozenset[str],
+        decided: dict[str, bool],
     ):
         self._function = function
         self._norms = norms
         self._names = names
-        self._effects = Effects(function, function_globals)
+        self._effects = Effects(function, function_globals, decided)
         self._finder = Finder(self._effects, norms.__contains__)
         self._new_expressions: dict[int, ast.expr] = {}
         self._new_statements: dict[int, list[ast.stmt]] = {}

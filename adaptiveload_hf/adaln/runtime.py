@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from diffusers.models.normalization import FP32LayerNorm, RMSNorm
+from diffusers.models.transformers.transformer_krea2 import Krea2RMSNorm
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional
@@ -19,7 +20,9 @@ NORM_OPS = {
     FP32LayerNorm: "layer_norm_modulate",
     nn.RMSNorm: "rms_norm_modulate",
     RMSNorm: "rms_norm_modulate",
+    Krea2RMSNorm: "rms_norm_modulate",
 }
+_WEIGHT_OFFSETS = {Krea2RMSNorm: 1.0}
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDEST_ROW_ON_CUDA = 8192  # of the CUDA kernels and of Triton's
 # What the ops stand for; others, put there by a monkeypatch, are called.
@@ -92,7 +95,8 @@ class FusedOps:
         options = {"eps": norm.eps, "weight": norm.weight, "out_dtype": out_dtype, **self.options}
         if NORM_OPS[type(norm)] == "layer_norm_modulate":
             return self.ops.layer_norm_modulate(x, scale, shift, bias=norm.bias, **options, **tables)
-        return self.ops.rms_norm_modulate(x, scale, shift, scale_offset=scale_offset, **options)
+        offsets = {"scale_offset": scale_offset, "weight_offset": _WEIGHT_OFFSETS.get(type(norm), 0.0)}
+        return self.ops.rms_norm_modulate(x, scale, shift, **offsets, **options)
 
     def can_gate(self, x: Tensor, y: Tensor, gate: Tensor, **tables: Tensor) -> bool:
         """Whether `gate_residual` stands for `x + gate * y`; `tables`: `gate_table`, which the source adds to gate."""
@@ -291,12 +295,12 @@ def _affine_fits(norm: nn.Module, x: Tensor, dtype: torch.dtype) -> bool:
 def _fits_column(parameter: Tensor | None, x: Tensor, dtype: torch.dtype, norm: nn.Module) -> bool:
     if parameter is None:
         return True
-    any_dtype = type(norm) in (FP32LayerNorm, RMSNorm) or _lowers_to_autocast(norm, x)
+    any_dtype = type(norm) in (FP32LayerNorm, RMSNorm, Krea2RMSNorm) or _lowers_to_autocast(norm, x)
     return _is_tensor(parameter) and parameter.device == x.device and (any_dtype or parameter.dtype == dtype)
 
 
 def _normalizes_rows_of(norm: nn.Module, x: Tensor) -> bool:
-    if type(norm) is RMSNorm:  # always the last dimension, whatever its `dim` says
+    if type(norm) in (RMSNorm, Krea2RMSNorm):  # always the last dimension, whatever their `dim` says
         return norm.weight is None or norm.weight.shape == x.shape[-1:]
     return tuple(norm.normalized_shape) == tuple(x.shape[-1:])
 

@@ -96,6 +96,7 @@ TESTED_SOURCES = {
     "transformers.transformer_kandinsky6.Kandinsky6FusedTransformerDecoderBlock": "2fb2b7a1537dd0a4",
     "transformers.transformer_kandinsky6.Kandinsky6TransformerEncoderBlock": "cad8f787aeb7f178",
     "transformers.transformer_kandinsky6_sr.Kandinsky6SRTransformerBlock": "5e2a0b0678caafe2",
+    "transformers.transformer_krea2.Krea2FinalLayer": "2d906a8610d33e54",
     "transformers.transformer_krea2.Krea2TransformerBlock": "c93d57358fca7cba",
     "transformers.transformer_longcat_audio_dit.AudioDiTAdaLayerNormZeroFinal": "ca572cd274c8c5ab",
     "transformers.transformer_longcat_audio_dit.AudioDiTBlock": "9cd4b81bffee397d",

@@ -16,6 +16,7 @@ PATCHED = [name for name in CASES if name not in EAGER]
 
 # Their own code mixes in float32.
 NOT_IN_FLOAT64 = ("Cosmos", "Cosmos ControlNet", "Kandinsky 5", "Motif-Video")
+OTHERS = [name for name in PATCHED if name not in (*FIRST_CLASS, *NOT_IN_FLOAT64)]
 SEEDS = 5
 of_this_release = pytest.mark.skipif(diffusers.__version__ != RELEASE, reason=f"is about diffusers {RELEASE}")
 
@@ -65,7 +66,7 @@ def test_what_the_ops_do_not_take_runs_as_written(name):
         assert all(map(torch.equal, forward(model, inputs), outputs))
 
 
-@pytest.mark.parametrize("name", FIRST_CLASS)
+@pytest.mark.parametrize("name", [*FIRST_CLASS, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_in_bfloat16_a_patched_model_is_at_least_as_close_to_float64_as_eager(name):
     pairs = []
     for seed in range(SEEDS):

@@ -4,7 +4,10 @@ import json
 
 import pytest
 import torch
+from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.normalization import AdaLayerNormZero
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel, WanTransformerBlock
+from support.compositions import fused_ops
 from support.tiny_models import tiny_inputs, tiny_model
 from torch import nn
 
@@ -20,6 +23,30 @@ class Plain(nn.Module):
 
     def forward(self, x):
         return self.linear(x)
+
+
+class Chosen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.kind = "modulated"
+
+    def forward(self, x, gate):
+        if self.kind == "modulated" or not self.kind:
+            x = self.norm(x) * (1 + gate)
+        elif self.kind in ("gated", "twice"):
+            x = x + gate * self.norm(x)
+        return x
+
+
+class OwnBlock(WanTransformerBlock):
+    def forward(self, *args):
+        return super().forward(*args) * 2
+
+
+class OwnModel(WanTransformer3DModel):
+    def forward(self, *args, **kwargs):
+        return WanTransformer3DModel.forward(self, *args, **kwargs)
 
 
 class Mixed(nn.Module):
@@ -79,6 +106,31 @@ def test_the_report_says_what_stays_eager_and_why(untested_top_level):
     assert (row["modulations_fused"], row["modulations_found"]) == (1, 2)
     assert (row["gates_fused"], row["gates_found"]) == (1, 1)
     assert row["left_eager"] == ["normed * (1 + scale) + shift: normed is used otherwise too"]
+
+
+def test_a_forward_that_a_subclass_calls_is_named_and_left():
+    model, inputs = tiny_model("wan"), {**tiny_inputs("wan"), "return_dict": False}
+    model.__class__ = OwnModel
+    model.blocks[0].__class__ = OwnBlock
+    expected = model(**inputs)[0]
+    report = patch_model(model)
+    blocks = next(row for row in report.to_dict()["classes"] if row["class"].endswith("WanTransformerBlock"))
+    assert (blocks["instances"], blocks["pairs_fused"], blocks["pairs_found"]) == (2, 2, 4)
+    assert "WanTransformerBlock: the forward of OwnBlock calls it" in str(report)
+    assert "WanTransformer3DModel: the forward of OwnModel calls it" in str(report)
+    torch.testing.assert_close(model(**inputs)[0], expected)
+
+
+def test_what_a_setting_never_lets_run_is_no_site_and_runs_as_written_should_it_change():
+    block, (x, scale) = Chosen(), torch.randn(2, 2, 5, 8)
+    row = patch_model(block, verify="never").to_dict()["classes"][0]
+    assert [row[f"{kind}_found"] for kind in ("modulations", "gates")] == [1, 0]
+    assert set(fused_ops(block, x, scale)[1]) == {"layer_norm_modulate"}
+    block.kind = "gated"
+    found, ops = fused_ops(block, x, scale)
+    assert torch.equal(found, Chosen.forward(block, x, scale)) and not ops
+    with pytest.raises(UserError, match=r"found nothing to patch .*no adaptive layer norm or gated residual"):
+        patch_model(BasicTransformerBlock(8, 1, 8))  # as in a UNet: its `norm_type` says that its norms are plain
 
 
 def test_the_report_says_where_each_op_runs_and_why_the_extension_is_missing(monkeypatch):

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from diffusers.models.normalization import FP32LayerNorm, RMSNorm
+from diffusers.models.transformers.transformer_krea2 import Krea2RMSNorm
 from support.odd_norms import DeviceOfNorm
 from torch import nn
 from torch.nn.modules import module as torch_module
@@ -183,6 +184,8 @@ def test_a_shape_that_eager_refuses_is_refused_as_by_eager(block_class):
         (RMSNorm(8, eps=1e-5), None),
         (RMSNorm(8, eps=1e-5), torch.bfloat16),
         (RMSNorm(0, eps=1e-5, elementwise_affine=False), None),
+        (Krea2RMSNorm(8), None),
+        (Krea2RMSNorm(8), torch.bfloat16),
     ],
     ids=str,
 )

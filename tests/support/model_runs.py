@@ -23,8 +23,7 @@ What `patch_model` does to a tiny configuration of each transformer and ControlN
 adaptive layer norms: sites fused of sites found, over all blocks of that configuration (docs/patching.md says what
 counts as norm and pair). A test compares each with its
 unpatched self, outputs and all gradients, and checks that this table is up to date. It is written by
-`PYTHONPATH=tests python -m support.model_runs`. A site that is not fused may stand in a branch that never runs in that
-model: what `BasicTransformerBlock` does depends on its `norm_type`.
+`PYTHONPATH=tests python -m support.model_runs`.
 
 """
 
