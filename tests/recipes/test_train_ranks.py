@@ -113,11 +113,22 @@ def test_ranks_that_do_not_share_their_folder_end_with_what_each_of_them_sees(se
     (tmp_path / "run0" / "checkpoint-4").mkdir(parents=True)
     words = arguments(setup, tmp_path / "run", *LATEST)
     with pytest.raises(ProcessExitedException, match="exit code 1"):
-        train_on_ranks(2, words, OWN_FOLDERS=str(tmp_path / "run"), ERRORS=str(tmp_path))
+        train_on_ranks(2, words, OWN_WORD=str(tmp_path / "run"), ERRORS=str(tmp_path))
     reason = (tmp_path / "0").read_text()
     assert re.search(r"rank 0 on \S+ sees what rank 0 wrote; it finds \S+run0: checkpoint-4", reason)
     assert re.search(r"rank 1 on \S+ does not see what rank 0 wrote; it finds \S+run1: no checkpoint", reason)
     assert not list((tmp_path / "run0").glob(".seen*"))
+
+
+def test_ranks_that_were_started_with_other_arguments_are_told_which(setup, tmp_path):
+    """With other numbers of steps, say, one would wait for the other for ever."""
+    words = arguments(setup, tmp_path / "run", "--adam_epsilon", "1e-")
+    with pytest.raises(ProcessExitedException, match="exit code 1"):
+        train_on_ranks(2, words, OWN_WORD="1e-", ERRORS=str(tmp_path))
+    assert (
+        "the --adam_epsilon of rank 1 is 0.1 and that of rank 0 is 1.0. Start all ranks"
+        in (tmp_path / "0").read_text()
+    )
 
 
 def on_two_machines(setup, run, *words, port, launcher="accelerate"):

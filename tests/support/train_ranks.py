@@ -65,7 +65,7 @@ def train_on_ranks(
 
     kill_at, terminate_at: the micro-step, from 1, at which the last rank gets SIGKILL or SIGTERM.
     environment: of the ranks; ERRORS is a folder in which each rank writes why it ends, as under a launcher, and
-        OWN_FOLDERS the output_dir that each extends by its rank, as on machines without shared storage.
+        OWN_WORD the word that each extends by its rank: its own folder, as on machines without shared storage.
     """
     signals = {kill_at: signal.SIGKILL, terminate_at: signal.SIGTERM}
     moments = [[step, number] for step, number in signals.items() if step]
@@ -97,8 +97,8 @@ def _run_rank(recipe: str, words: list[str], moments: list) -> None:
     trainer = importlib.import_module(recipe)
     if "ERRORS" in os.environ:
         os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.join(os.environ["ERRORS"], os.environ["RANK"])
-    if "OWN_FOLDERS" in os.environ:
-        words = [word + os.environ["RANK"] if word == os.environ["OWN_FOLDERS"] else word for word in words]
+    if "OWN_WORD" in os.environ:
+        words = [word + os.environ["RANK"] if word == os.environ["OWN_WORD"] else word for word in words]
     if moments and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
         trainer.run_micro_step = _interrupted(trainer.run_micro_step, dict(moments))
     sys.argv = [f"{recipe}.py", *words]
