@@ -13,7 +13,10 @@ from adaptiveload_hf import UserError
 
 
 def add_lora_arguments(parser) -> None:
-    """Without --rank the whole transformer is trained; the default targets are the family's LORA_TARGET_MODULES."""
+    """A LoRA instead of all weights.
+
+    The default targets are the family's LORA_TARGET_MODULES.
+    """
     add = parser.add_argument
     add("--rank", type=at_least(1), help="of the LoRA; without it the whole transformer is trained")
     add("--lora_alpha", type=float, help="default: the rank")

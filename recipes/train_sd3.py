@@ -43,6 +43,7 @@ from training_arguments import (
     add_scheduler_arguments,
     add_validation_arguments,
     compare_arguments,
+    make_parser,
 )
 from training_loop import init_trackers, run_micro_step, run_steps, say_start
 from validation import make_held_out_loss
@@ -55,8 +56,8 @@ from adaptiveload_hf.errors import exit_on_user_error
 
 
 def parse_args(argv=None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for add_arguments in (
+    parser = make_parser(
+        __doc__,
         add_model_arguments,
         add_lora_arguments,
         add_flow_arguments,
@@ -64,8 +65,7 @@ def parse_args(argv=None) -> argparse.Namespace:
         add_run_arguments,
         add_validation_arguments,
         add_hub_arguments,
-    ):
-        add_arguments(parser)
+    )
     parser.set_defaults(lora_target_modules=LORA_TARGET_MODULES, validation_resolution="1x1024x1024")
     return parser.parse_args(argv)
 

@@ -9,6 +9,26 @@ from diffusers.optimization import SchedulerType
 from adaptiveload_hf.buckets.ranks import compare_ranks
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Every default, and one letter for a number."""
+
+    def _get_help_string(self, action):
+        plain = isinstance(action.default, (int, float, str)) and not isinstance(action.default, bool)
+        return f"{action.help} (default: %(default)s)" if plain and action.option_strings[0] != "-h" else action.help
+
+    def _get_default_metavar_for_optional(self, action):
+        return "N" if getattr(action.type, "__name__", "") in ("int", "float") else "..."
+
+
+def make_parser(description: str, *sections) -> argparse.ArgumentParser:
+    """A parser of all the sections' arguments; a section's title is what its function says that it is about."""
+    usage = "%(prog)s --pretrained_model_name_or_path ... --dataset ... --bucket_config ... --output_dir ... [options]"
+    parser = argparse.ArgumentParser(description=description, formatter_class=_Help, usage=usage)
+    for add_arguments in sections:
+        add_arguments(parser.add_argument_group(add_arguments.__doc__.split(".")[0]))
+    return parser
+
+
 def at_least(low: float, *, above: bool = False):
     """An argument's type: a finite number from `low` on, or above it; whole where `low` is."""
     kind = type(low)
@@ -42,25 +62,28 @@ def compare_arguments(args) -> None:
 
 
 def add_model_arguments(parser, required: bool = True) -> None:
-    """Which model, which data, and the step's own options; `required`: nothing else can stand for model and data."""
+    """Which model, which data, and the step's own options.
+
+    required: nothing else can stand for model and data.
+    """
     add = parser.add_argument
     add("--pretrained_model_name_or_path", required=required, help="pipeline: folder or Hub id")
     add("--revision", help="revision of the Hub id")
     add("--from_scratch", action="store_true", help="random weights in the pipeline's transformer configuration")
     add("--dataset", required=required, help="output_dir of prepare_dataset.py")
-    add("--output_dir", required=True)
-    add("--seed", type=at_least(0), default=0)
+    add("--output_dir", required=True, help="for checkpoints, metrics.jsonl and the result")
+    add("--seed", type=at_least(0), default=0, help="of the data's order, the noise, the timesteps and a LoRA")
     add("--gradient_accumulation_steps", type=at_least(1), default=1, help="K: micro-steps in an optimizer step")
     add("--mixed_precision", choices=["no", "bf16", "fp16"], help="default: the launch configuration's")
     add("--gradient_checkpointing", action="store_true", help="not together with fsdp_activation_checkpointing")
     add("--no_patch", action="store_true", help="leave the AdaLN operations eager")
     add("--memory_limit_gib", type=at_least(0.0, above=True), help="default: 90%% of the GPU's memory; none on CPU")
-    add("--learning_rate", type=at_least(0.0), default=1e-5)
-    add("--adam_beta1", type=at_least(0.0), default=0.9)
-    add("--adam_beta2", type=at_least(0.0), default=0.999)
-    add("--adam_weight_decay", type=at_least(0.0), default=1e-2)
-    add("--adam_epsilon", type=at_least(0.0), default=1e-8)
-    add("--max_grad_norm", type=at_least(0.0, above=True), default=1.0)
+    add("--learning_rate", type=at_least(0.0), default=1e-5, help="of AdamW")
+    add("--adam_beta1", type=at_least(0.0), default=0.9, help="of its running mean of gradients")
+    add("--adam_beta2", type=at_least(0.0), default=0.999, help="of its running mean of their squares")
+    add("--adam_weight_decay", type=at_least(0.0), default=1e-2, help="a step, times the learning rate")
+    add("--adam_epsilon", type=at_least(0.0), default=1e-8, help="added to its divisor")
+    add("--max_grad_norm", type=at_least(0.0, above=True), default=1.0, help="gradients are clipped to it")
 
 
 def add_flow_arguments(parser) -> None:
@@ -68,9 +91,9 @@ def add_flow_arguments(parser) -> None:
     add = parser.add_argument
     schemes = ["sigma_sqrt", "logit_normal", "mode", "cosmap", "none"]
     add("--weighting_scheme", choices=schemes, default="logit_normal", help="none: uniform timesteps, equal weights")
-    add("--logit_mean", type=float, default=0.0)
-    add("--logit_std", type=at_least(0.0), default=1.0)
-    add("--mode_scale", type=float, default=1.29)
+    add("--logit_mean", type=float, default=0.0, help="of logit_normal; above 0 means less noise")
+    add("--logit_std", type=at_least(0.0), default=1.0, help="of logit_normal")
+    add("--mode_scale", type=float, default=1.29, help="of mode")
     add("--shift", type=at_least(0.0, above=True), help="of sigma; default: the pipeline's scheduler's")
     add("--shift_shape", metavar="FxHxW",
         help="latent shape that --shift is meant for: others get shift * sqrt(their size / its size)")  # fmt: skip
@@ -80,10 +103,10 @@ def add_scheduler_arguments(parser) -> None:
     """The learning rate over the run."""
     add = parser.add_argument
     add("--lr_scheduler", choices=[kind.value for kind in SchedulerType if kind.value != "piecewise_constant"],
-        default="constant")  # fmt: skip
-    add("--lr_warmup_steps", type=at_least(0), default=0)
-    add("--lr_num_cycles", type=int, default=1)
-    add("--lr_power", type=float, default=1.0)
+        default="constant", help="diffusers' schedules")  # fmt: skip
+    add("--lr_warmup_steps", type=at_least(0), default=0, help="optimizer steps over which it rises")
+    add("--lr_num_cycles", type=at_least(1), default=1, help="of cosine_with_restarts")
+    add("--lr_power", type=float, default=1.0, help="of polynomial")
 
 
 def add_run_arguments(parser) -> None:
@@ -99,13 +122,13 @@ def add_run_arguments(parser) -> None:
     add("--batch_sizes", nargs="+", metavar="SHAPE=B", help="instead of the plan's, such as 21x60x104=1")
     add("--repeats", nargs="+", metavar="PATTERN=N",
         help="how often files occur in an epoch, such as 'photos/*=0.5'; the last that fits counts")  # fmt: skip
-    add("--num_train_epochs", type=at_least(1), default=1)
+    add("--num_train_epochs", type=at_least(1), default=1, help="times that the dataset is trained on")
     add("--max_train_steps", type=at_least(1), help="optimizer steps in all; overrides --num_train_epochs")
-    add("--balance", default="auto", help="none, step, window:n or auto")
-    add("--loss_normalization", choices=["token", "sample", "none"], default="token")
+    add("--balance", default="auto", help="how micro-batches are matched: none, step, window:n or auto")
+    add("--loss_normalization", choices=["token", "sample", "none"], default="token", help="what weighs the same")
     add("--allow_extrapolation", action="store_true", help="accept shapes outside the measured range of tokens")
-    add("--dataloader_num_workers", type=at_least(0), default=0)
-    add("--checkpointing_steps", type=at_least(1), default=500)
+    add("--dataloader_num_workers", type=at_least(0), default=0, help="processes that read samples, on each rank")
+    add("--checkpointing_steps", type=at_least(1), default=500, help="optimizer steps from one to the next")
     add("--checkpoints_total_limit", type=at_least(1), help="keep only the newest so many")
     add("--resume_from_checkpoint", help="'latest', or a checkpoint-<step> folder")
     add("--on_dataset_change", choices=["error", "new_epoch"], default="error",
@@ -129,5 +152,5 @@ def add_validation_arguments(parser) -> None:
         help="optimizer steps between validations; one at the end too",
     )
     add("--validation_resolution", default="81x480x832", metavar="FxHxW", help="of the samples, frames and pixels")
-    add("--validation_inference_steps", type=at_least(1), default=30)
+    add("--validation_inference_steps", type=at_least(1), default=30, help="of a sample")
     add("--guidance_scale", type=float, default=5.0, help="of the samples")

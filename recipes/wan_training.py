@@ -18,6 +18,7 @@ LORA_TARGET_MODULES = ["to_q", "to_k", "to_v", "to_out.0"]
 
 
 def add_wan_arguments(parser) -> None:
+    """Wan's variants."""
     add = parser.add_argument
     add("--expert", choices=["high_noise", "low_noise"], help="of Wan 2.2 A14B: which of its two transformers")
     add("--first_frame_given", action="store_true",

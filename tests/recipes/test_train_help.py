@@ -1,0 +1,23 @@
+"""Does --help of a trainer name every argument with what it is and its default, section by section?"""
+
+import importlib
+import re
+
+import pytest
+
+
+@pytest.mark.parametrize("recipe", ["train_wan", "train_sd3"])
+def test_help_says_of_every_argument_what_it_is_and_its_default(recipe, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "120")
+    with pytest.raises(SystemExit, match="0"):
+        importlib.import_module(recipe).parse_args(["--help"])
+    said = capsys.readouterr().out
+    options = re.split(r"\n  (?=--)", said)[1:]
+    assert len(options) > 50
+    for option in options:
+        name, *words = option.split("\n\n")[0].split()
+        described = [word for word in words if not re.fullmatch(r"N|\.\.\.\]?|\[\S+|[A-Z=x\]]+|\{.*\}", word)]
+        assert described, f"{name} has no help"
+    for part in ("--learning_rate N", "(default: 1e-05)", "(default: 0)", "A LoRA instead of all weights:"):
+        assert part in said
+    assert "None" not in said and "False" not in said
