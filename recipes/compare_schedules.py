@@ -5,7 +5,8 @@ accelerate launch --config_file accelerate_configs/fsdp2.yaml --num_processes 2 
     --m_mem_tokens 65520 --output_dir compare --arms equal_token/none/eager dual/auto/patched
 
 Random latents of real shapes, made on the device; one model, trained by every arm in turn. With --predict nothing is
-trained: the laws of the bucket configs say what each arm will take.
+trained: the laws of the bucket configs say what each arm will take. With --replay one process times every (shape, B)
+of the arms once, and the epochs are put together from that: ranks without what they say to each other.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import torch
 from accelerate.utils import gather_object
 from random_training import RandomTraining, add_training_arguments
 from schedule_arms import Arm, law_of, predict, scaled, schedule_of
+from schedule_replay import replayed_ranks, time_sizes
 
 from adaptiveload_hf import BucketConfig, LatentShape, make_accelerator
 from adaptiveload_hf.commands.arguments import read_samples
@@ -40,7 +42,9 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--arms", nargs="+", type=Arm.parse, required=True, metavar="POLICY/BALANCE/KERNELS")
     add("--bucket_config", required=True, help="measured with patched blocks; batch sizes and dealing go by it")
     add("--eager_bucket_config", help="measured with eager blocks: what eager arms are predicted by")
-    add("--predict", type=int, metavar="RANKS", help="train nothing; predict for so many ranks")
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--predict", type=int, metavar="RANKS", help="train nothing; predict for so many ranks")
+    ways.add_argument("--replay", type=int, nargs="+", metavar="RANKS", help="on one process, for so many ranks")
     return parser.parse_args(argv)
 
 
@@ -53,7 +57,9 @@ def main():
     counts = counts if args.samples is None else scaled(counts, args.samples)
     output = Path(args.output_dir)
     output.mkdir(parents=True, exist_ok=True)
-    if args.predict is None:
+    if args.replay is not None:
+        replay(args, counts, laws, output)
+    elif args.predict is None:
         run(args, counts, laws, output)
     else:
         rows = [predict(arm, *plan_arm(args, arm, counts, laws, args.predict), laws) for arm in args.arms]
@@ -77,6 +83,27 @@ def run(args, counts, laws, output: Path) -> None:
                 print_rows(rows[-1:])
         accelerator.wait_for_everyone()
     accelerator.end_training()
+
+
+def replay(args, counts, laws, output: Path) -> None:
+    """Times every (shape, B) of the arms; what is done is written after each kind of kernels."""
+    training = RandomTraining(make_accelerator(mixed_precision=args.mixed_precision), args)
+    rows = []
+    for kernels in dict.fromkeys(arm.kernels for arm in args.arms):
+        arms = [arm for arm in args.arms if arm.kernels == kernels]
+        made = [(arm, *plan_arm(args, arm, counts, laws, ranks)) for ranks in args.replay for arm in arms]
+        sizes = {size: None for _, plan, schedule in made for size in distinct_sizes(plan, schedule)}
+        sizes = sorted(sizes, key=lambda size: size[1] * laws["patched"].geometry.tokens(size[0]))
+        counters, warming_since = device_counters(), time.perf_counter()
+        with training.kernels(kernels):
+            timed = time_sizes(training, kernels, sizes)
+        spent = time.perf_counter() - warming_since - sum(timed.values())
+        for arm, plan, schedule in made:
+            ranks = replayed_ranks(training, plan, schedule, timed)
+            measured = describe(ranks, schedule, plan, law_of(arm, laws)) | counted_since(counters)
+            rows.append(predict(arm, plan, schedule, laws) | measured | {"warm_up_seconds": spent})
+            print_rows(rows[-1:])
+        write(output / "replay.json", args, counts, rows, training.environment)
 
 
 def plan_arm(args, arm: Arm, counts, laws, world_size: int):
@@ -188,7 +215,8 @@ def write(path: Path, args, counts, rows: list[dict], environment: dict) -> None
 
 def print_rows(rows: list[dict]) -> None:
     for row in rows:
-        words = [f"{row['arm']} ({row['balance']}): {row['samples']} samples in {row['micro_steps']} micro-steps"]
+        words = [f"{row['arm']} ({row['balance']}, {row['ranks']} ranks)"]
+        words.append(f"{row['samples']} samples in {row['micro_steps']} micro-steps")
         if row["predicted"]:
             words.append(f"predicted {row['predicted']['epoch_seconds']:.2f} s")
         words.append(f"step CV {row['predicted_step_cv']:.3f}, efficiency {row['predicted_balance_efficiency']:.3f}")

@@ -16,7 +16,7 @@ from adaptiveload_hf.errors import exit_on_user_error
 from adaptiveload_hf.figures import TEXT, WAITING, new_figure, require_matplotlib, tidy, to_png, token_colours
 
 LANE = 0.8  # of the height that a rank has
-NARROWEST = 0.015  # of the first arm's seconds, for a bar with its batch size written in it
+NARROWEST = 0.015  # of the drawn seconds, for a bar with its batch size written in it
 IN_LEGEND = 4
 
 
@@ -24,6 +24,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--comparison", type=Path, required=True, help="compare.json of compare_schedules.py")
     parser.add_argument("--arms", nargs="+", required=True, help="which of its arms, from the top")
+    parser.add_argument("--ranks", type=int, help="where the file has several numbers of them")
+    parser.add_argument("--seconds", type=float, help="draw only so many; default: all")
     parser.add_argument("--output", type=Path, required=True, help="PNG")
     return parser.parse_args(argv)
 
@@ -31,7 +33,8 @@ def parse_args(argv=None) -> argparse.Namespace:
 def main():
     args = parse_args()
     require_matplotlib()
-    arms = {arm["arm"]: arm for arm in json.loads(args.comparison.read_text(encoding="utf-8"))["arms"]}
+    rows = json.loads(args.comparison.read_text(encoding="utf-8"))["arms"]
+    arms = {row["arm"]: row for row in rows if args.ranks in (None, row["ranks"])}
     unknown = [name for name in args.arms if name not in arms]
     if unknown:
         raise UserError(f"{args.comparison} has the arms {', '.join(arms)}, but not {', '.join(unknown)}.")
@@ -41,10 +44,11 @@ def main():
     axes = figure.subplots(len(chosen), 1, sharex=True, squeeze=False)[:, 0]
     shapes = sorted({shape for arm in chosen for shape, _, _ in arm["micro_batches"]}, key=tokens_of)
     colours = dict(zip(shapes, token_colours([tokens_of(shape) for shape in shapes])[0]))
+    seconds = args.seconds or max(arm["seconds"] for arm in chosen)
     for axis, arm in zip(axes, chosen):
-        draw_lanes(axis, arm, colours, chosen[0]["seconds"])
+        draw_lanes(axis, arm, colours, seconds, chosen[0]["seconds"])
     axes[-1].set_xlabel("seconds", color=TEXT)
-    axes[-1].set_xlim(0, max(arm["seconds"] for arm in chosen))
+    axes[-1].set_xlim(0, seconds)
     named = [shapes[i] for i in np.unique(np.linspace(0, len(shapes) - 1, IN_LEGEND).round().astype(int))]
     handles = [
         Patch(color=colours[shape], label=f"{LatentShape.parse(shape).pixels()}, S = {tokens_of(shape):,}")
@@ -60,7 +64,7 @@ def tokens_of(shape: str) -> int:
     return TokenGeometry().tokens(LatentShape.parse(shape))
 
 
-def draw_lanes(axis, arm: dict, colours: dict, before: float) -> None:
+def draw_lanes(axis, arm: dict, colours: dict, seconds: float, before: float) -> None:
     """A bar a micro-batch, as long as its rank's blocks took; grey up to where the micro-step's slowest rank ends.
 
     A micro-step's wall time is the same on all ranks under FSDP. The share of it that a rank computes is that of its
@@ -70,19 +74,22 @@ def draw_lanes(axis, arm: dict, colours: dict, before: float) -> None:
     walls, ranks = np.diff(starts), len(arm["starts"])
     blocks = np.array([block for _, _, block in arm["micro_batches"]]).reshape(-1, ranks)
     busy = walls[:, None] * blocks / blocks.max(axis=1, keepdims=True)
+    waiting = 1 - busy.sum() / walls.sum() / ranks
+    shown = np.searchsorted(starts[:-1], seconds)
+    walls, busy = walls[:shown], busy[:shown]
     bars = {"height": LANE, "edgecolor": "white", "linewidth": 0.8}
     for rank in range(ranks):
-        batches = arm["micro_batches"][rank::ranks]
-        axis.barh(rank, walls, left=starts[:-1], color=WAITING, **bars)
-        axis.barh(rank, busy[:, rank], left=starts[:-1], color=[colours[shape] for shape, _, _ in batches], **bars)
+        batches = arm["micro_batches"][rank::ranks][:shown]
+        axis.barh(rank, walls, left=starts[:shown], color=WAITING, **bars)
+        axis.barh(rank, busy[:, rank], left=starts[:shown], color=[colours[shape] for shape, _, _ in batches], **bars)
         for left, width, (shape, size, _) in zip(starts, busy[:, rank], batches):
-            if width > NARROWEST * before:
+            if width > NARROWEST * seconds and left + width < seconds:
                 ink = "white" if sum(colours[shape][:3]) < 1.5 else TEXT
                 axis.text(left + width / 2, rank, str(size), ha="center", va="center", fontsize=7, color=ink)
     axis.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
     axis.invert_yaxis()
     axis.axvline(arm["seconds"], color=TEXT, linewidth=1, linestyle=":")
-    tidy(axis, title_of(arm, before, 1 - busy.sum() / walls.sum() / ranks), "x")
+    tidy(axis, title_of(arm, before, waiting), "x")
 
 
 def title_of(arm: dict, before: float, waiting: float) -> str:

@@ -138,6 +138,7 @@ def predict(arm: Arm, plan: BucketPlan, schedule: EpochSchedule, laws: dict[str,
     return {
         "arm": str(arm),
         "balance": schedule.balance,
+        "ranks": schedule.world_size,
         "micro_steps": schedule.num_micro_steps,
         "samples": int(samples.sum()),
         "tokens": int((samples * schedule.tokens).sum()),

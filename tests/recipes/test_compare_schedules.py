@@ -111,6 +111,27 @@ def test_a_run_measures_what_was_predicted_and_its_lanes_are_drawn(tmp_path, con
         lanes_picture.main()
 
 
+def test_a_replay_on_one_process_adds_up_the_slowest_ranks(tmp_path, config, monkeypatch):
+    (tmp_path / "shapes.json").write_text(json.dumps(COUNTS))
+    config.save_pretrained(tmp_path / "law")
+    what = ("--shapes", f"{tmp_path}/shapes.json", "--bucket_config", f"{tmp_path}/law", "--m_mem_tokens", "48")
+    with fresh_accelerate(ACCELERATE_USE_CPU="true"):
+        set_arguments(monkeypatch, tmp_path, *what, "--replay", "1", "4", "--arms", ARMS[0], ARMS[1])
+        compare_schedules.main()
+    rows = json.loads((tmp_path / "replay.json").read_text())["arms"]
+    assert [(row["arm"], row["ranks"]) for row in rows] == [(arm, ranks) for ranks in (1, 4) for arm in ARMS[:2]]
+    timed = {}
+    for row in rows:
+        assert row["samples"] == 20
+        seconds = np.array([seconds for _, _, seconds in row["micro_batches"]]).reshape(-1, row["ranks"])
+        assert row["seconds"] == pytest.approx(seconds.max(1).sum(), rel=1e-3)
+        assert row["measured_balance_efficiency"] == pytest.approx(
+            seconds.mean(1).sum() / seconds.max(1).sum(), rel=1e-3
+        )
+        for shape, size, each in row["micro_batches"]:
+            assert timed.setdefault((shape, size), each) == each, "one time of each size, in every arm"
+
+
 def test_step_memory_tries_both_kernels_with_and_without_the_checkpoint(tmp_path, monkeypatch):
     points = ("--points", "1x4x4=1", "2x4x8=2", "--num_layers", "1")
     with fresh_accelerate(ACCELERATE_USE_CPU="true"):
