@@ -70,10 +70,9 @@ class AdaptiveLoadAttnProcessor:
         self_attention = rotary_emb is not None and encoder_hidden_states is None
         if type(self.stock).__call__ is self._tested_call:
             if self_attention and ops.can_turn((attn.norm_q, attn.norm_k), hidden_states, *rotary_emb, attn.heads):
-                norm = _turning(ops, rotary_emb, attn.heads)
-                attn, rotary_emb = _FusedAttention(attn, norm, _PROJECTED_TOGETHER), None
+                attn, rotary_emb = _FusedAttention(attn, _turning(ops, rotary_emb, attn.heads), _ALL_TOGETHER), None
             elif type(attn.to_q) is not nn.Linear:  # LoRA
-                attn = _FusedAttention(attn, _called, {})
+                attn = _FusedAttention(attn, _called, _KEYS_WITH_VALUES)
         return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
 
     def _can_wrap(self, stock: object) -> bool:
@@ -113,7 +112,7 @@ class AdaptiveLoadJointAttnProcessor(AdaptiveLoadAttnProcessor):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """What the stock processor returns, up to rounding."""
         if type(self.stock).__call__ is self._tested_call:
-            attn = _FusedAttention(attn, functools.partial(_norm_heads, _OPS_OF[self.backend]), _PROJECTED_TOGETHER)
+            attn = _FusedAttention(attn, functools.partial(_norm_heads, _OPS_OF[self.backend]), _ALL_TOGETHER)
         if image_rotary_emb is not None:
             kwargs["image_rotary_emb"] = image_rotary_emb
         return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, **kwargs)
@@ -122,8 +121,11 @@ class AdaptiveLoadJointAttnProcessor(AdaptiveLoadAttnProcessor):
         return _is_joint(stock)
 
 
-# Which other projections of the same tensor are made with the first that a processor asks for, if they have LoRA.
-_PROJECTED_TOGETHER = {"to_q": ("to_k", "to_v"), "add_q_proj": ("add_k_proj", "add_v_proj")}
+_NORMS = frozenset({"norm_q", "norm_k", "norm_added_q", "norm_added_k"})
+_PROJECTIONS = frozenset({"to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj"})
+# Which other projections of the same tensor are made with the first that a processor asks for, if that has LoRA.
+_KEYS_WITH_VALUES = {"to_k": ("to_v",), "add_k_proj": ("add_v_proj",)}
+_ALL_TOGETHER = {**_KEYS_WITH_VALUES, "to_q": ("to_k", "to_v"), "add_q_proj": ("add_k_proj", "add_v_proj")}
 
 
 class _FusedAttention:
@@ -132,7 +134,7 @@ class _FusedAttention:
     Args:
         attn: the module.
         norm: what calls a norm of queries or keys: norm(module, x).
-        together: as `_PROJECTED_TOGETHER`.
+        together: `_ALL_TOGETHER` in self-attention, else `_KEYS_WITH_VALUES`.
     """
 
     def __init__(self, attn: nn.Module, norm: Callable, together: dict[str, tuple[str, ...]]):
@@ -145,12 +147,13 @@ class _FusedAttention:
         module = getattr(self._attn, name)
         if module is None:
             return None
-        if name in ("norm_q", "norm_k", "norm_added_q", "norm_added_k"):
+        if name in _NORMS:
             return functools.partial(self._norm, module)
-        if name in ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj"):
+        if name in _PROJECTIONS and (type(module) is not nn.Linear or name in self._made):
             return functools.partial(self._projected, name)
-        if name == "to_out":
-            return [functools.partial(_project_alone, module[0]), *module[1:]]
+        if name == "to_out" and type(module[0]) is not nn.Linear:
+            linear, *others = module
+            return [functools.partial(_project_alone, linear), *others]
         return module
 
     def _projected(self, name: str, x: Tensor) -> Tensor:

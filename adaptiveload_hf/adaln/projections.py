@@ -58,13 +58,13 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, scalings, *tensors):
-        ys, kept = [], []
+        rows, ys, kept = x.flatten(0, -2), [], []
         for scaling, (weight, bias, down, up) in zip(scalings, _in_fours(tensors)):
-            y, h = F.linear(x, weight, bias), None
+            y, h = F.linear(rows, weight, bias), None
             if down is not None:
-                h = F.linear(x, down)
-                y = _accumulated(y.flatten(0, -2), h.flatten(0, -2), up.t(), scaling).view(y.shape)
-            ys.append(y)
+                h = F.linear(rows, down)
+                y = _accumulated(y, h, up.t(), scaling)
+            ys.append(y.view(*x.shape[:-1], y.shape[-1]))
             kept += [weight, down, up, h]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, *kept)
@@ -88,11 +88,11 @@ class _Project(torch.autograd.Function):
                 found += [None, None]
                 continue
             if torch.is_grad_enabled():
-                h = F.linear(x, down)
-            grad_h = grad @ up * scaling
-            found.append(grad_h.t() @ rows if down_needs else None)
-            found.append(grad.t() @ h.flatten(0, -2) * scaling if up_needs else None)
-            dx = _accumulated(dx, grad_h, down) if needs_dx else None
+                h = F.linear(rows, down)
+            grad_h = grad @ up
+            found.append(_scaled_product(grad_h.t(), rows, scaling, down) if down_needs else None)
+            found.append(_scaled_product(grad.t(), h, scaling, up) if up_needs else None)
+            dx = _accumulated(dx, grad_h, down, scaling) if needs_dx else None
         return None if dx is None else dx.view(x.shape), None, *found
 
 
@@ -103,6 +103,11 @@ def _accumulated(total: Tensor | None, left: Tensor, right: Tensor, factor: floa
         return left @ right
     in_place = not torch.is_grad_enabled() and torch._C._len_torch_dispatch_stack() == 0
     return (total.addmm_ if in_place else total.addmm)(left, right, alpha=factor)
+
+
+def _scaled_product(left: Tensor, right: Tensor, factor: float, like: Tensor) -> Tensor:
+    """factor * left @ right, in one kernel. `like`: of the result's shape; nothing of it is read."""
+    return torch.addmm(like, left, right, beta=0, alpha=factor)
 
 
 def _in_fours(values) -> list:
@@ -130,10 +135,11 @@ def _projection_of(linear: nn.Module, x: Tensor) -> _Projection | None:
         return _Projection(linear.weight, linear.bias) if fits else None
     if not _is_tested_lora(type(linear)) or linear.disable_adapters or linear.merged or linear.lora_variant:
         return None
-    names = [name for name in linear.active_adapters if name in linear.lora_A]
+    downs = linear.lora_A
+    names = [name for name in linear.active_adapters if name in downs]
     if len(names) != 1 or type(linear.lora_dropout[names[0]]) is not nn.Identity:
         return None
-    base, down, up = linear.base_layer, linear.lora_A[names[0]], linear.lora_B[names[0]]
+    base, down, up = linear.base_layer, downs[names[0]], linear.lora_B[names[0]]
     if not (type(base) is type(down) is type(up) is nn.Linear and no_hooks_on(linear, base, down, up)):
         return None
     if down.bias is not None or up.bias is not None:
