@@ -91,20 +91,25 @@ struct GatedNormBackward {
 struct RopeForward {
   Shape shape;
   int64_t head_width;
+  bool by_head;    // each head is normalised by itself, else all columns of a row together
+  int64_t turned;  // tokens, the first ones; all of them unless by_head
   float eps;
-  Array x, weight;
-  Array cos, sin;  // [batch or 1, tokens, head_width]
+  Array x, weight;  // weight: [width], or [head_width] by_head
+  Array cos, sin;   // [batch or 1, turned, head_width]
   Array y;
-  float* rstd;  // [batch, tokens]: 1 / root mean square
+  float* rstd;  // [batch, tokens], or [batch, tokens, heads] by_head: 1 / root mean square
 };
 
 struct RopeBackward {
   Shape shape;
   int64_t head_width;
+  bool by_head;
+  int64_t turned;
+  int64_t grad_head_stride;  // from a head of grad to the next; head_width unless by_head
   Array grad, x, weight, cos, sin;
   const float* rstd;
   Array dx;         // without data: not wanted
-  float* dweight;   // [width], or null
+  float* dweight;   // as weight, or null
   float* partials;  // rope_backward_partials(...) floats, for dweight
 };
 
@@ -123,6 +128,11 @@ int64_t layer_norm_backward_partials(const Shape& shape);
 int64_t gate_backward_partials(const Shape& shape);
 int64_t gated_norm_backward_partials(const Shape& shape);
 int64_t rope_backward_partials(const RopeBackward& p);
+
+// The above by_head; false: there is no kernel for these operands, and nothing was launched.
+bool rms_norm_heads_forward(const RopeForward& p, cudaStream_t stream, cudaError_t* error);
+bool rms_norm_heads_backward(const RopeBackward& p, cudaStream_t stream, cudaError_t* error);
+unsigned rms_norm_heads_blocks(const RopeBackward& p);
 
 // cudaSuccess if the current GPU can run this build's kernels.
 cudaError_t check_device();

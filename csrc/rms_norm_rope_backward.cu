@@ -4,7 +4,8 @@
 // backward_rows: teams (rope.cuh) as in the forward pass, which keep their part of dweight in registers while they
 // write dx, so that x and the gradient are read once: 6 bytes an element in 16-bit types, and the tables once. The
 // teams of a block add their sums in shared memory, the blocks theirs by column_sums.cu, both in a fixed order.
-// backward_any: one row at a time, a thread a pair, the sums in shared memory.
+// backward_any: one row, or by_head one head, at a time, a thread a pair, the sums in shared memory. by_head see
+// rms_norm_heads.cu.
 #include "column_sums.cuh"
 #include "launch.cuh"
 #include "rope.cuh"
@@ -161,10 +162,13 @@ __global__ void __launch_bounds__(kMostThreads, BLOCKS)
   }
 }
 
-// The gradient of pair `column`, `column` + 1 turned back.
-__device__ __forceinline__ float2 pair_turned_back(const RopeBackward& p, int64_t batch, int64_t token, int column) {
-  const int place = column % static_cast<int>(p.head_width);
-  const float c = element(p.cos, batch, token, place, 0.f), s = element(p.sin, batch, token, place + 1, 0.f);
+// The gradient of the pair at `place` of a head turned back.
+__device__ __forceinline__ float2 pair_turned_back(const RopeBackward& p, int64_t batch, int64_t token, int head,
+                                                   int place) {
+  const bool turns = token < p.turned;
+  const float c = turns ? element(p.cos, batch, token, place, 0.f) : 1.f;
+  const float s = turns ? element(p.sin, batch, token, place + 1, 0.f) : 0.f;
+  const int column = head * static_cast<int>(p.grad_head_stride) + place;
   const float even = element(p.grad, batch, token, column, 0.f), odd = element(p.grad, batch, token, column + 1, 0.f);
   return make_float2(even * c + odd * s, odd * c - even * s);
 }
@@ -172,19 +176,23 @@ __device__ __forceinline__ float2 pair_turned_back(const RopeBackward& p, int64_
 __global__ void __launch_bounds__(kMostAnyThreads) backward_any(const RopeBackward p) {
   extern __shared__ float weight_sum[];  // [width]; a thread's own columns, so it needs no barrier
   __shared__ float buffer[2][kMostAnyThreads / 32];
-  const int width = static_cast<int>(p.shape.width), first = 2 * threadIdx.x, step = 2 * blockDim.x;
-  const int64_t rows = p.shape.batch * p.shape.tokens;
+  const int head_width = static_cast<int>(p.head_width);
+  const int width = p.by_head ? head_width : static_cast<int>(p.shape.width);  // of what is normalised together: a part
+  const int parts = static_cast<int>(p.shape.width) / width, first = 2 * threadIdx.x, step = 2 * blockDim.x;
+  const int64_t count = p.shape.batch * p.shape.tokens * parts;
   let_next_kernel_start();
   for (int c = first; c < width; c += step) weight_sum[c] = weight_sum[c + 1] = 0.f;
   int parity = 0;
-  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x, parity ^= 1) {
-    const int64_t batch = row / p.shape.tokens, token = row % p.shape.tokens;
-    const float rstd = p.rstd[row];
+  for (int64_t part = blockIdx.x; part < count; part += gridDim.x, parity ^= 1) {
+    const int64_t row = part / parts, batch = row / p.shape.tokens, token = row % p.shape.tokens;
+    const int begin = static_cast<int>(part % parts) * width;
+    const float rstd = p.rstd[part];
     float mean[1] = {0.f};
     for (int c = first; c < width; c += step) {
-      const float2 g = pair_turned_back(p, batch, token, c);
-      const float even = g.x * element(p.x, batch, token, c, 0.f) * rstd;
-      const float odd = g.y * element(p.x, batch, token, c + 1, 0.f) * rstd;
+      const int at = begin + c;
+      const float2 g = pair_turned_back(p, batch, token, at / head_width, at % head_width);
+      const float even = g.x * element(p.x, batch, token, at, 0.f) * rstd;
+      const float odd = g.y * element(p.x, batch, token, at + 1, 0.f) * rstd;
       weight_sum[c] += even;
       weight_sum[c + 1] += odd;
       mean[0] += even * element(p.weight, 0, 0, c, 0.f) + odd * element(p.weight, 0, 0, c + 1, 0.f);
@@ -193,10 +201,11 @@ __global__ void __launch_bounds__(kMostAnyThreads) backward_any(const RopeBackwa
     if (p.dx.data == nullptr) continue;
     const float factor = mean[0] / width * rstd;
     for (int c = first; c < width; c += step) {
-      const float2 g = pair_turned_back(p, batch, token, c);
+      const int at = begin + c;
+      const float2 g = pair_turned_back(p, batch, token, at / head_width, at % head_width);
       const float even = g.x * element(p.weight, 0, 0, c, 0.f), odd = g.y * element(p.weight, 0, 0, c + 1, 0.f);
-      set_element(p.dx, batch, token, c, rstd * (even - element(p.x, batch, token, c, 0.f) * factor));
-      set_element(p.dx, batch, token, c + 1, rstd * (odd - element(p.x, batch, token, c + 1, 0.f) * factor));
+      set_element(p.dx, batch, token, at, rstd * (even - element(p.x, batch, token, at, 0.f) * factor));
+      set_element(p.dx, batch, token, at + 1, rstd * (odd - element(p.x, batch, token, at + 1, 0.f) * factor));
     }
   }
   if (p.partials == nullptr) return;
@@ -233,15 +242,19 @@ bool launch_rows(const RopeBackward& p, unsigned* blocks, cudaStream_t stream, c
   return true;
 }
 
-unsigned any_blocks(const Shape& shape) {
+int64_t norm_width(const RopeBackward& p) { return p.by_head ? p.head_width : p.shape.width; }
+
+unsigned any_blocks(const RopeBackward& p) {
   const int64_t most = kAnyBlocks * device_attribute(cudaDevAttrMultiProcessorCount);
-  return static_cast<unsigned>(std::min<int64_t>(shape.batch * shape.tokens, most));
+  const int64_t parts = p.shape.batch * p.shape.tokens * (p.shape.width / norm_width(p));
+  return static_cast<unsigned>(std::min<int64_t>(parts, most));
 }
 
 }  // namespace
 
 int64_t rope_backward_partials(const RopeBackward& p) {
-  int64_t blocks = any_blocks(p.shape);
+  int64_t blocks = any_blocks(p);
+  if (p.by_head) return std::max<int64_t>(blocks, rms_norm_heads_blocks(p)) * p.head_width;
   launch_for_types(p, [&](auto types) {
     blocks = std::max<int64_t>(blocks, teams_of<typename decltype(types)::Stream>(p).blocks);
     return true;
@@ -260,10 +273,11 @@ cudaError_t rms_norm_rope_backward(const RopeBackward& p, cudaStream_t stream) {
       return p.dweight != nullptr ? launch_rows<T, A, true>(p, &blocks, stream, &error)
                                   : launch_rows<T, A, false>(p, &blocks, stream, &error);
     };
-    if (!launch_for_types(p, launch)) {
-      blocks = any_blocks(p.shape);
-      const auto bytes = static_cast<unsigned>(p.shape.width * sizeof(float));
-      backward_any<<<blocks, pair_threads(p.shape.width), bytes, stream>>>(p);
+    blocks = p.by_head ? rms_norm_heads_blocks(p) : 0;
+    if (!(p.by_head ? rms_norm_heads_backward(p, stream, &error) : launch_for_types(p, launch))) {
+      blocks = any_blocks(p);
+      const auto bytes = static_cast<unsigned>(norm_width(p) * sizeof(float));
+      backward_any<<<blocks, pair_threads(norm_width(p)), bytes, stream>>>(p);
       error = cudaGetLastError();
     }
   }
@@ -272,7 +286,7 @@ cudaError_t rms_norm_rope_backward(const RopeBackward& p, cudaStream_t stream) {
   totals.partials = p.partials;
   totals.segments = totals.rows = 1;
   totals.chunks = static_cast<int>(blocks);
-  totals.width = static_cast<int>(p.shape.width);
+  totals.width = static_cast<int>(norm_width(p));
   totals.modulated = true;
   totals.dweight = p.dweight;
   return add_column_sums<1>(totals, stream);

@@ -4,7 +4,8 @@
 // place of their heads, so that a token's angles are read once and serve all heads. weight stays in registers; the rows
 // to come are on their way into the team's ring in shared memory. x is read once, y written once: 4 bytes an element in
 // 16-bit types, and the tables once.
-// forward_any: one row at a time, a thread a pair: any dtypes, any alignment, any head of even width.
+// forward_any: one row, or by_head one head, at a time, a thread a pair: any dtypes, any alignment, any head of even
+// width. by_head see rms_norm_heads.cu.
 #include "launch.cuh"
 #include "rope.cuh"
 
@@ -91,26 +92,31 @@ __global__ void __launch_bounds__(kMostThreads, BLOCKS)
 
 __global__ void __launch_bounds__(kMostAnyThreads) forward_any(const RopeForward p) {
   __shared__ float buffer[2][kMostAnyThreads / 32];
-  const int width = static_cast<int>(p.shape.width), head_width = static_cast<int>(p.head_width);
-  const int64_t rows = p.shape.batch * p.shape.tokens;
+  const int head_width = static_cast<int>(p.head_width);
+  const int width = p.by_head ? head_width : static_cast<int>(p.shape.width);  // of what is normalised together: a part
+  const int parts = static_cast<int>(p.shape.width) / width;
+  const int64_t count = p.shape.batch * p.shape.tokens * parts;
   int parity = 0;
-  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x, parity ^= 1) {
-    const int64_t batch = row / p.shape.tokens, token = row % p.shape.tokens;
+  for (int64_t part = blockIdx.x; part < count; part += gridDim.x, parity ^= 1) {
+    const int64_t row = part / parts, batch = row / p.shape.tokens, token = row % p.shape.tokens;
+    const int first = static_cast<int>(part % parts) * width;
+    const bool turns = token < p.turned;
     float squares[1] = {0.f};
     for (int column = threadIdx.x; column < width; column += blockDim.x) {
-      const float x = element(p.x, batch, token, column, 0.f);
+      const float x = element(p.x, batch, token, first + column, 0.f);
       squares[0] += x * x;
     }
     block_sum<1, kMostAnyThreads>(squares, buffer[parity]);
     const float rstd = rsqrtf(squares[0] / width + p.eps);
-    if (threadIdx.x == 0) p.rstd[row] = rstd;
+    if (threadIdx.x == 0) p.rstd[part] = rstd;
     for (int column = 2 * threadIdx.x; column < width; column += 2 * blockDim.x) {
-      const float c = element(p.cos, batch, token, column % head_width, 0.f);
-      const float s = element(p.sin, batch, token, column % head_width + 1, 0.f);
-      const float even = element(p.x, batch, token, column, 0.f) * rstd * element(p.weight, 0, 0, column, 0.f);
-      const float odd = element(p.x, batch, token, column + 1, 0.f) * rstd * element(p.weight, 0, 0, column + 1, 0.f);
-      set_element(p.y, batch, token, column, even * c - odd * s);
-      set_element(p.y, batch, token, column + 1, even * s + odd * c);
+      const int place = column % head_width, at = first + column;
+      const float c = turns ? element(p.cos, batch, token, place, 0.f) : 1.f;
+      const float s = turns ? element(p.sin, batch, token, place + 1, 0.f) : 0.f;
+      const float even = element(p.x, batch, token, at, 0.f) * rstd * element(p.weight, 0, 0, column, 0.f);
+      const float odd = element(p.x, batch, token, at + 1, 0.f) * rstd * element(p.weight, 0, 0, column + 1, 0.f);
+      set_element(p.y, batch, token, at, even * c - odd * s);
+      set_element(p.y, batch, token, at + 1, even * s + odd * c);
     }
   }
 }
@@ -144,8 +150,10 @@ cudaError_t rms_norm_rope_forward(const RopeForward& p, cudaStream_t stream) {
     return few ? launch_rows<T, A, kFew, kFewBlocks>(p, stream, &error)
                : launch_rows<T, A, kMany, kManyBlocks>(p, stream, &error);
   };
-  if (launch_for_types(p, launch)) return error;
-  forward_any<<<static_cast<unsigned>(std::min<int64_t>(rows, 1 << 30)), pair_threads(p.shape.width), 0, stream>>>(p);
+  if (p.by_head ? rms_norm_heads_forward(p, stream, &error) : launch_for_types(p, launch)) return error;
+  const int64_t parts = p.by_head ? rows * (p.shape.width / p.head_width) : rows;
+  const int threads = pair_threads(p.by_head ? p.head_width : p.shape.width);
+  forward_any<<<static_cast<unsigned>(std::min<int64_t>(parts, 1 << 30)), threads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 

@@ -1,9 +1,12 @@
-"""How are queries and keys of Wan, SD3 and HunyuanVideo projected, normalised and turned in few passes?"""
+"""How are queries and keys of Wan, SD3, Flux and HunyuanVideo projected, normalised and turned in few passes?"""
 
 import functools
 from collections.abc import Callable
 
+import torch
+from diffusers.models import embeddings
 from diffusers.models.attention_processor import JointAttnProcessor2_0
+from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor, nn
@@ -19,8 +22,13 @@ from .source import LeftEager, running_source
 # Animate's, ChronoEdit's, SkyReels V2's. All norm queries and keys over all heads together, then turn them.
 TESTED_PROCESSORS = {"13c09feedcfe814a", "a000dc173c7fbf59", "be927e58ea7fba80"}
 
-# Those of SD3 and HunyuanVideo, which norm each head by itself.
-TESTED_JOINT_PROCESSORS = {JointAttnProcessor2_0: "392b6bf56c8505d1", HunyuanVideoAttnProcessor2_0: "9d2e9a44e1dc2bf7"}
+# Those of SD3, Flux and HunyuanVideo, which norm each head by itself, and what turns queries and keys of the last two.
+TESTED_JOINT_PROCESSORS = {
+    JointAttnProcessor2_0: "392b6bf56c8505d1",
+    FluxAttnProcessor: "d5b36134887ebe45",
+    HunyuanVideoAttnProcessor2_0: "9d2e9a44e1dc2bf7",
+}
+TESTED_ROTATION = "a25267d425f8c5ea"
 
 _OPS_OF = {backend: FusedOps(*arguments, frozenset(OPS)) for backend, arguments in BACKENDS.items()}
 
@@ -96,10 +104,12 @@ class AdaptiveLoadAttnProcessor:
 
 
 class AdaptiveLoadJointAttnProcessor(AdaptiveLoadAttnProcessor):
-    """SD3's and HunyuanVideo's attention with the RMS norms of queries and keys, each head by itself, as
-    `rms_norm_modulate`, and projections with LoRA as one operation. `patch_model` wraps their processors in it."""
+    """SD3's, Flux's and HunyuanVideo's attention with the RMS norms of queries and keys, each head by itself, and
+    their rotary embedding as `rms_norm_rope`, and projections with LoRA as one operation. `patch_model` wraps their
+    processors in it. torch.compile gets the stock processor: it fuses these norms with the copies around them, which
+    an operation would keep apart (SD3.5 took 17% longer on an H200)."""
 
-    _families = "SD3 or HunyuanVideo"
+    _families = "SD3, Flux or HunyuanVideo"
 
     def __call__(
         self,
@@ -111,11 +121,36 @@ class AdaptiveLoadJointAttnProcessor(AdaptiveLoadAttnProcessor):
         **kwargs,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """What the stock processor returns, up to rounding."""
-        if type(self.stock).__call__ is self._tested_call:
-            attn = _FusedAttention(attn, functools.partial(_norm_heads, _OPS_OF[self.backend]), _ALL_TOGETHER)
+        if type(self.stock).__call__ is self._tested_call and not torch.compiler.is_compiling():
+            ops, rotations = _OPS_OF[self.backend], {}
+            if image_rotary_emb is not None:
+                rotations = self._rotations(ops, attn, hidden_states, encoder_hidden_states, image_rotary_emb)
+                image_rotary_emb = None if rotations else image_rotary_emb
+            heads_first = type(self.stock) is JointAttnProcessor2_0
+            norm = functools.partial(_norm_heads, ops, heads_first, rotations)
+            attn = _FusedAttention(attn, norm, _ALL_TOGETHER)
         if image_rotary_emb is not None:
             kwargs["image_rotary_emb"] = image_rotary_emb
         return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, **kwargs)
+
+    def _rotations(self, ops: FusedOps, attn, x: Tensor, text: Tensor | None, rotary_emb: tuple) -> dict[str, tuple]:
+        """By the name of a norm, the angles by which what it gives is turned; nothing if the op does not apply."""
+        names, before = ["norm_q", "norm_k"], 0
+        if type(self.stock) is FluxAttnProcessor and text is not None:  # its text is turned, too, and comes first
+            names, before = [*names, "norm_added_q", "norm_added_k"], text.shape[1]
+        cos, sin = rotary_emb
+        norms = tuple(getattr(attn, name) for name in names)
+        turn = self._tested_call.__globals__.get("apply_rotary_emb", embeddings.apply_rotary_emb)
+        known = None not in norms and _digest(turn) == TESTED_ROTATION
+        if not known or cos.requires_grad or sin.requires_grad or cos.shape != sin.shape:
+            return {}
+        if cos.ndim != 2 or cos.shape[0] != before + x.shape[1]:
+            return {}
+        if not ops.can_norm_heads(norms, x, cos.shape[1], (cos, sin)):
+            return {}
+        tables = cos[None, :, None], sin[None, :, None]
+        own, of_text = (tuple(table[:, part] for table in tables) for part in (slice(before, None), slice(before)))
+        return {name: of_text if "added" in name else own for name in names}
 
     def _can_wrap(self, stock: object) -> bool:
         return _is_joint(stock)
@@ -133,7 +168,7 @@ class _FusedAttention:
 
     Args:
         attn: the module.
-        norm: what calls a norm of queries or keys: norm(module, x).
+        norm: what calls a norm of queries or keys: norm(name, module, x).
         together: `_ALL_TOGETHER` in self-attention, else `_KEYS_WITH_VALUES`.
     """
 
@@ -148,7 +183,7 @@ class _FusedAttention:
         if module is None:
             return None
         if name in _NORMS:
-            return functools.partial(self._norm, module)
+            return functools.partial(self._norm, name, module)
         if name in _PROJECTIONS and (type(module) is not nn.Linear or name in self._made):
             return functools.partial(self._projected, name)
         if name == "to_out" and type(module[0]) is not nn.Linear:
@@ -170,22 +205,27 @@ def _project_alone(linear: nn.Module, x: Tensor) -> Tensor:
     return project(x, linear)[0]
 
 
-def _called(norm: nn.Module, x: Tensor) -> Tensor:
+def _called(_: str, norm: nn.Module, x: Tensor) -> Tensor:
     return norm(x)
 
 
 def _turning(ops: FusedOps, rotary_emb: tuple[Tensor, Tensor], heads: int) -> Callable:
-    return lambda norm, x: ops.rms_norm_rope(norm, x, *rotary_emb, heads)
+    return lambda _, norm, x: ops.rms_norm_rope(norm, x, *rotary_emb, heads)
 
 
-def _norm_heads(ops: FusedOps, norm: nn.Module, x: Tensor) -> Tensor:
-    """norm(x) over the last dimension, for x [B, S, heads, D / heads] or a transposed view of such."""
-    if x.ndim == 4 and NORM_OPS.get(type(norm)) == "rms_norm_modulate":
-        heads = x if x.is_contiguous() else x.transpose(1, 2)
-        rows = heads.reshape(1, -1, x.shape[-1])
-        if ops.can_modulate(norm, rows, None, None):
-            normed = ops.modulate(norm, rows, None, None).view(heads.shape)
-            return normed if heads is x else normed.transpose(1, 2)
+def _norm_heads(
+    ops: FusedOps, heads_first: bool, rotations: dict[str, tuple], name: str, norm: nn.Module, x: Tensor
+) -> Tensor:
+    """norm(x) over the last dimension of x [B, S, heads, D / heads], or `heads_first` a transposed view of such, and
+    turned if `rotations` has the norm's name."""
+    if x.ndim != 4:
+        return norm(x)
+    stream = (x.transpose(1, 2) if heads_first else x).flatten(2)
+    if name in rotations:
+        return ops.norm_heads(norm, stream, rotations[name])
+    if type(norm) in NORM_OPS and ops.can_norm_heads((norm,), stream, x.shape[3]):
+        y = ops.norm_heads(norm, stream)
+        return y.transpose(1, 2) if heads_first else y
     return norm(x)
 
 
@@ -202,7 +242,7 @@ def op_of(module: nn.Module) -> str | None:
         return "rms_norm_rope"
     processor = getattr(module, "processor", None)
     joint = _is_joint(processor) or type(processor) is AdaptiveLoadJointAttnProcessor
-    return "rms_norm_modulate" if joint else None
+    return "rms_norm_rope" if joint else None
 
 
 def _is_joint(processor: object) -> bool:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .reference import compute_dtype, rows_of
+from .reference import compute_dtype, rows_of, turned
 
 # Every function returns only the gradients asked for, in the order of the op's tensor arguments: bit i of `needs`
 # stands for argument i. Modulations are [B, T, D] here (`ops` has expanded a batch of 1).
@@ -112,17 +112,18 @@ def rms_norm_rope(grad, x, rstd, weight, cos, sin, needs) -> list[Tensor]:
     """Gradients for (x, weight): grad turned back by the rotation, then as `rms_norm_modulate`.
 
     Args:
-        grad: [B, S, heads, D / heads]. x: [B, S, D]. rstd: [B, S]. weight: [D]. cos, sin: [B or 1, S, 1, D / heads].
+        grad: [B, S, heads, D / heads]. x: [B, S, D]. rstd: [B, S] or [B, S, heads]. weight: [D] or [D / heads].
+        cos, sin: [B or 1, S or fewer, 1, D / heads] or None.
     """
-    dtype = rstd.dtype
-    even, odd = grad.to(dtype).unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = cos[..., 0::2].to(dtype), sin[..., 1::2].to(dtype)
-    grad = torch.stack((even * cos + odd * sin, odd * cos - even * sin), dim=-1).flatten(2)
-    xh, gradients = x.to(dtype) * rstd.unsqueeze(-1), []
+    dtype, shape = rstd.dtype, x.shape
+    grad = turned(grad.to(dtype), cos, sin, back=True)
+    if rstd.ndim == 2:
+        grad = grad.flatten(2)
+    xh, gradients = x.to(dtype).view(grad.shape) * rstd.unsqueeze(-1), []
     if needs & 1:
-        gradients.append(_through_rms(grad * weight.to(dtype), xh, rstd).to(x.dtype))
+        gradients.append(_through_rms(grad * weight.to(dtype), xh, rstd).to(x.dtype).view(shape))
     if needs & 2:
-        gradients.append((grad * xh).sum((0, 1)))
+        gradients.append((grad * xh).sum(tuple(range(grad.ndim - 1))))
     return gradients
 
 

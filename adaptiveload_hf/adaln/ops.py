@@ -83,8 +83,10 @@ def layer_norm_modulate(
     Source: AdaLN of DiT (arXiv:2212.09748, section 3.2), as diffusers writes it; one backward pass instead of the two
     of AdaptiveLoad's D-tile reduction.
     """
-    columns = (("weight", weight), ("bias", bias), ("scale_table", scale_table), ("shift_table", shift_table))
-    check_operands(x, (("scale", scale), ("shift", shift)), columns)
+    if not _in_order(x, (scale, shift), (weight, bias, scale_table, shift_table)):
+        columns = (("weight", weight), ("bias", bias), ("scale_table", scale_table), ("shift_table", shift_table))
+        check_operands(x, (("scale", scale), ("shift", shift)), columns)
+        x, (scale, shift) = _with_contiguous_columns(x), _with_equal_rows(x, scale, shift)
     if out_dtype is None:
         out_dtype = promoted_dtype(x, scale, shift, weight, bias, scale_table, shift_table)
     if x.dtype == torch.float64 and x.is_cuda:
@@ -92,7 +94,6 @@ def layer_norm_modulate(
         return reference.layer_norm_modulate(
             x, scale, shift, scale_table=scale_table, shift_table=shift_table, **options
         )
-    x, scale, shift = _with_contiguous_columns(x), *_with_equal_rows(x, scale, shift)
     tensors = (x, scale, shift, weight, bias, scale_table, shift_table)
     return registry.call(_op("layer_norm_modulate", backend), *tensors, eps, out_dtype)[0]
 
@@ -126,13 +127,14 @@ def rms_norm_modulate(
 
     Source: the RMS form of AdaLN in diffusers (LTX, Lumina, Mochi).
     """
-    check_operands(x, (("scale", scale), ("shift", shift)), (("weight", weight),))
+    if not _in_order(x, (scale, shift), (weight,)):
+        check_operands(x, (("scale", scale), ("shift", shift)), (("weight", weight),))
+        x, (scale, shift) = _with_contiguous_columns(x), _with_equal_rows(x, scale, shift)
     if out_dtype is None:
         out_dtype = promoted_dtype(x, scale, shift, weight)
     if x.dtype == torch.float64 and x.is_cuda:
         offsets = {"scale_offset": scale_offset, "weight_offset": weight_offset}
         return reference.rms_norm_modulate(x, scale, shift, weight=weight, eps=eps, out_dtype=out_dtype, **offsets)
-    x, scale, shift = _with_contiguous_columns(x), *_with_equal_rows(x, scale, shift)
     options = (eps, scale_offset, weight_offset, out_dtype)
     return registry.call(_op("rms_norm_modulate", backend), x, scale, shift, weight, *options)[0]
 
@@ -163,13 +165,13 @@ def gate_residual(
 
     Source: the gated residual of DiT (arXiv:2212.09748, section 3.2).
     """
-    check_operands(x, (("gate", gate),), (("gate_table", gate_table),), same_as_x=y)
+    if not _in_order(x, (gate,), (gate_table,), y):
+        check_operands(x, (("gate", gate),), (("gate_table", gate_table),), same_as_x=y)
+        x, y, (gate,) = _with_contiguous_columns(x), _with_contiguous_columns(y), _with_equal_rows(x, gate)
     if out_dtype is None:
         out_dtype = promoted_dtype(x, y, gate, gate_table)
     if x.dtype == torch.float64 and x.is_cuda:
         return reference.gate_residual(x, y, gate, gate_table=gate_table, out_dtype=out_dtype)
-    x, y = _with_contiguous_columns(x), _with_contiguous_columns(y)
-    (gate,) = _with_equal_rows(x, gate)
     return registry.call(_op("gate_residual", backend), x, y, gate, gate_table, out_dtype)
 
 
@@ -202,9 +204,12 @@ def gate_residual_layer_norm_modulate(
 
     Source: as those two. The statistics are those of the rounded residual, so that backward keeps only it.
     """
-    modulation = (("gate", gate), ("scale", scale), ("shift", shift))
-    columns = (("weight", weight), ("bias", bias), ("scale_table", scale_table), ("shift_table", shift_table))
-    check_operands(x, modulation, (*columns, ("gate_table", gate_table)), same_as_x=y)
+    if not _in_order(x, (gate, scale, shift), (weight, bias, gate_table, scale_table, shift_table), y):
+        modulation = (("gate", gate), ("scale", scale), ("shift", shift))
+        columns = (("weight", weight), ("bias", bias), ("scale_table", scale_table), ("shift_table", shift_table))
+        check_operands(x, modulation, (*columns, ("gate_table", gate_table)), same_as_x=y)
+        x, y = _with_contiguous_columns(x), _with_contiguous_columns(y)
+        gate, scale, shift = _with_equal_rows(x, gate, scale, shift)
     if residual_dtype is None:
         residual_dtype = promoted_dtype(x, y, gate, gate_table)
     if out_dtype is None:
@@ -215,24 +220,31 @@ def gate_residual_layer_norm_modulate(
         return reference.gate_residual_layer_norm_modulate(
             x, y, gate, scale, shift, shift_table=shift_table, **options, **dtypes
         )
-    x, y = _with_contiguous_columns(x), _with_contiguous_columns(y)
-    gate, scale, shift = _with_equal_rows(x, gate, scale, shift)
     tensors = (x, y, gate, gate_table, scale, shift, weight, bias, scale_table, shift_table)
     dtypes = (residual_dtype, out_dtype)
     return registry.call(_op("gate_residual_layer_norm_modulate", backend), *tensors, eps, *dtypes)[:2]
 
 
 def rms_norm_rope(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, heads: int, eps: float = 1e-6, backend: str = "auto"
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    *,
+    heads: int,
+    eps: float = 1e-6,
+    backend: str = "auto",
 ) -> Tensor:
-    """RMS(x) * weight over all heads together, then the rotary embedding of Wan's queries and keys.
+    """RMS(x) * weight over all heads together or over each by itself, then the rotary embedding of queries and keys.
 
     Columns 2i and 2i + 1 of a head are a pair (a, b) and become (a * c - b * s, a * s + b * c) with c = cos[2i] and
     s = sin[2i + 1]. One rounding at the end (eager rounds the norm's result too).
 
     Args:
-        x: [B, S, D]. weight: [D].
-        cos, sin: [B or 1, S, 1, D / heads], each angle twice, as `WanRotaryPosEmbed` gives them. No gradient.
+        x: [B, S, D]. weight: [D], or [D / heads]: each head is normalised by itself.
+        cos, sin: [B or 1, S, 1, D / heads], each angle twice, as `WanRotaryPosEmbed` gives them. No gradient. With a
+            weight of one head they may end before the tokens do, and the other tokens are not turned; without them
+            none is.
         heads: attention heads. eps: added to the mean square. backend: as in `layer_norm_modulate`.
 
     Returns:
@@ -241,7 +253,7 @@ def rms_norm_rope(
     Raises:
         UserError: a shape, dtype or device is another one, or cos or sin asks for a gradient.
 
-    Source: WanAttnProcessor of diffusers 0.42.1.
+    Source: WanAttnProcessor, FluxAttnProcessor and HunyuanVideoAttnProcessor2_0 of diffusers 0.42.1.
     """
     check_rope(x, weight, cos, sin, heads)
     if x.dtype == torch.float64 and x.is_cuda:
@@ -255,18 +267,33 @@ def _op(name: str, backend: str) -> str:
     return name if backend == "auto" else registry.triton_twin(name)
 
 
+def _in_order(
+    x: Tensor, modulations: Sequence[Tensor | None], columns: Sequence[Tensor | None], y: Tensor | None = None
+) -> bool:
+    """Whether all is as nearly every call has it, so that there is nothing to check further, to copy or to expand: one
+    row a batch item. The checks with their messages take three times as long."""
+    shape, device = x.shape, x.device
+    if len(shape) != 3 or not x.is_floating_point() or x.stride(-1) != 1:
+        return False
+    if y is not None and (y.shape != shape or y.device != device or y.stride(-1) != 1):
+        return False
+    batch, _, width = shape
+    for expected, tensors in (((batch, 1, width), modulations), ((width,), columns)):
+        for tensor in tensors:
+            if tensor is not None and (
+                tensor.shape != expected or tensor.device != device or not tensor.is_floating_point()
+            ):
+                return False
+    return True
+
+
 def _with_contiguous_columns(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _with_equal_rows(x: Tensor, *modulations: Tensor | None) -> Sequence[Tensor | None]:
+def _with_equal_rows(x: Tensor, *modulations: Tensor | None) -> list[Tensor | None]:
     """All as [B, T, D] with one T: views, but for the unheard-of case of two numbers of frames."""
     batch, tokens, width = x.shape
-    for m in modulations:
-        if m is not None and m.shape != (batch, 1, width):
-            break
-    else:
-        return modulations
     counts = {m.shape[1] for m in modulations if m is not None} - {1}
     rows = 1 if not counts else counts.pop() if len(counts) == 1 else tokens
     result = []

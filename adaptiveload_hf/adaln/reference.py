@@ -67,20 +67,37 @@ def check_operands(
         _check_kind(x, name, c)
 
 
-def check_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, heads: int):
+def check_rope(x: Tensor, weight: Tensor, cos: Tensor | None, sin: Tensor | None, heads: int):
     """Holds the layout contract of rms_norm_rope, see there.
 
     Raises:
         UserError: a shape, dtype or device is another one, or cos or sin asks for a gradient.
     """
-    check_operands(x, columns=(("weight", weight),))
+    check_operands(x)
     batch, tokens, width = x.shape
     if heads < 1 or width % (2 * heads) != 0:
         raise UserError(f"heads must divide D = {width} into heads of even width, but heads is {heads}.")
+    head_width = width // heads
+    if weight.shape not in ((width,), (head_width,)):
+        raise UserError(
+            f"weight must be [D] = [{width}], or [D / heads] = [{head_width}] where each head is normalised "
+            f"by itself, with x of shape {tuple(x.shape)} and {heads} heads, but it is {tuple(weight.shape)}."
+        )
+    _check_kind(x, "weight", weight)
+    if cos is None and sin is None and weight.shape == (head_width,):
+        return
+    if cos is None or sin is None:
+        raise UserError(
+            "cos and sin must be given, both, unless each head is normalised by itself and none is turned; but cos is "
+            f"{'absent' if cos is None else 'there'} and sin {'absent' if sin is None else 'there'} for a weight of "
+            f"shape {tuple(weight.shape)}. Without rotation and over all heads use rms_norm_modulate."
+        )
+    shorter = weight.shape != (width,) and cos.ndim == 4 and cos.shape[1] < tokens
+    rows = cos.shape[1] if shorter else tokens
     for name, table in (("cos", cos), ("sin", sin)):
-        if table.shape not in ((1, tokens, 1, width // heads), (batch, tokens, 1, width // heads)):
+        if table.shape not in ((1, rows, 1, head_width), (batch, rows, 1, head_width)):
             raise UserError(
-                f"{name} must be [B or 1, S, 1, D / heads] = [{batch} or 1, {tokens}, 1, {width // heads}] for x of "
+                f"{name} must be [B or 1, S, 1, D / heads] = [{batch} or 1, {rows}, 1, {head_width}] for x of "
                 f"shape {tuple(x.shape)} and {heads} heads, but it is {tuple(table.shape)}."
             )
         _check_kind(x, name, table)
@@ -112,6 +129,12 @@ def row_statistics(x: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
 def inverse_rms(x: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """1 / sqrt(mean(x^2) + eps) of every row of x [B, S, D]: [B, S] of `dtype`."""
     return torch.rsqrt(x.to(dtype).square().mean(dim=-1) + eps)
+
+
+def inverse_rms_of_rope(x: Tensor, weight: Tensor, cos: Tensor | None, sin: Tensor | None, heads: int, eps: float):
+    """`inverse_rms` as rms_norm_rope needs it: [B, S], or [B, S, heads] where each head is normalised by itself."""
+    by_head = cos is None or weight.shape[0] != x.shape[2]
+    return inverse_rms(x.unflatten(2, (heads, -1)) if by_head else x, eps, compute_dtype(x, weight, cos, sin))
 
 
 def layer_norm_modulate(
@@ -192,10 +215,12 @@ def gate_residual_layer_norm_modulate(
     return residual, normed
 
 
-def rms_norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, heads: int, eps: float = 1e-6) -> Tensor:
-    """RMS over all heads times weight, then pairs of columns rotated by their position; see `ops.rms_norm_rope`."""
+def rms_norm_rope(
+    x: Tensor, weight: Tensor, cos: Tensor | None = None, sin: Tensor | None = None, *, heads: int, eps: float = 1e-6
+) -> Tensor:
+    """RMS over all heads or over each, times weight, then pairs of columns rotated by their position; see `ops`."""
     check_rope(x, weight, cos, sin, heads)
-    rstd = inverse_rms(x, eps, compute_dtype(x, weight, cos, sin))
+    rstd = inverse_rms_of_rope(x, weight, cos, sin, heads, eps)
     return apply_rms_norm_rope(rstd, x, weight, cos, sin, heads)
 
 
@@ -228,11 +253,21 @@ def apply_gate_residual(x, y, gate, gate_table, out_dtype) -> Tensor:
 
 
 def apply_rms_norm_rope(rstd, x, weight, cos, sin, heads) -> Tensor:
-    """The op's result from x [B, S, D] and its `inverse_rms` [B, S]: [B, S, heads, D / heads] of x's dtype."""
-    normed = x.to(rstd.dtype) * rstd.unsqueeze(-1) * weight.to(rstd.dtype)
-    even, odd = normed.unflatten(2, (heads, -1, 2)).unbind(-1)
-    cos, sin = cos[..., 0::2].to(rstd.dtype), sin[..., 1::2].to(rstd.dtype)
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
+    """The op's result from x [B, S, D] and its `inverse_rms_of_rope`: [B, S, heads, D / heads] of x's dtype."""
+    x_of_norm = x if rstd.ndim == 2 else x.unflatten(2, (heads, -1))
+    normed = x_of_norm.to(rstd.dtype) * rstd.unsqueeze(-1) * weight.to(rstd.dtype)
+    return turned(normed.view(*x.shape[:2], heads, -1), cos, sin).to(x.dtype)
+
+
+def turned(x: Tensor, cos: Tensor | None, sin: Tensor | None, back: bool = False) -> Tensor:
+    """x [B, S, heads, D / heads] with the pairs of its first tokens rotated: as many as the tables have."""
+    if cos is None:
+        return x
+    even, odd = x[:, : cos.shape[1]].unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos[..., 0::2].to(x.dtype), sin[..., 1::2].to(x.dtype)
+    sin = -sin if back else sin
+    pairs = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+    return pairs if pairs.shape[1] == x.shape[1] else torch.cat((pairs, x[:, pairs.shape[1] :]), dim=1)
 
 
 def rows_of(m: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:

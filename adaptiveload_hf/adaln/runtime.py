@@ -100,8 +100,7 @@ class FusedOps:
 
     def can_gate(self, x: Tensor, y: Tensor, gate: Tensor, **tables: Tensor) -> bool:
         """Whether `gate_residual` stands for `x + gate * y`; `tables`: `gate_table`, which the source adds to gate."""
-        streams = self._is_stream(x) and self._is_stream(y) and _same_place(x, y)
-        return streams and _fits_rows(gate, x) and _fit_tables(tables, x)
+        return self._is_stream(x) and _is_alike(y, x) and _fits_rows(gate, x) and _fit_tables(tables, x)
 
     def gate_residual(self, x: Tensor, y: Tensor, gate: Tensor, cast_back: bool = False, **tables: Tensor) -> Tensor:
         """x + gate * y, of x's dtype with `cast_back`, else of the dtype that eager gives."""
@@ -183,6 +182,33 @@ class FusedOps:
                 return False
         return _fits_heads(cos, x, weight, heads) and _fits_heads(sin, x, weight, heads)
 
+    def can_norm_heads(
+        self, norms: tuple[nn.Module, ...], x: Tensor, head_width: int, rotation: tuple[Tensor, Tensor] | None = None
+    ) -> bool:
+        """Whether `norm_heads` stands for norms of the heads, each by itself, of x [B, S, D] or of projections of it,
+        and for the rotation after them; rotation: cos and sin [tokens, D / heads]. Autocast as in `can_turn`."""
+        if not (self._is_stream(x) and no_hooks_on(*norms) and _as_they_came(*norms)):
+            return False
+        autocast = torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type)
+        if autocast and not x.is_cuda:
+            return False
+        for norm in norms:
+            plain = NORM_OPS[type(norm)] == "rms_norm_modulate" and norm.eps is not None
+            if not plain or getattr(norm, "bias", None) is not None:
+                return False
+            if not _is_weight(norm.weight, None if autocast else x.dtype, x) or norm.weight.shape[0] != head_width:
+                return False
+        return rotation is None or all(
+            _is_tensor(table) and table.shape[1:] == (head_width,) and table.device == x.device for table in rotation
+        )
+
+    def norm_heads(self, norm: nn.Module, x: Tensor, rotation: tuple[Tensor, Tensor] | tuple[()] = ()) -> Tensor:
+        """norm(x) of each head by itself, the first tokens turned, of x's dtype: [B, S, heads, D / heads].
+
+        rotation: cos and sin [1, S or fewer, 1, D / heads]."""
+        heads = x.shape[2] // norm.weight.shape[0]
+        return self.ops.rms_norm_rope(x, norm.weight, *rotation, heads=heads, eps=norm.eps, **self.options)
+
     def rms_norm_rope(self, norm: nn.RMSNorm, x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
         """norm(x) with the columns of its heads turned, of x's dtype: [B, S, D]."""
         y = self.ops.rms_norm_rope(x, norm.weight, cos, sin, heads=heads, eps=norm.eps, **self.options)
@@ -242,18 +268,19 @@ def _narrow_enough(x: Tensor) -> bool:
     return not x.is_cuda or x.shape[-1] <= _WIDEST_ROW_ON_CUDA
 
 
-def _same_place(x: Tensor, y: Tensor) -> bool:
-    return x.shape == y.shape and x.device == y.device
+def _is_alike(y: Tensor, x: Tensor) -> bool:
+    """Whether y is a stream, as x is."""
+    return _is_tensor(y) and y.shape == x.shape and y.device == x.device
 
 
 def _fits_rows(m: Tensor | None, x: Tensor) -> bool:
     """None, [B or 1, 1 or S, D], [1 or S, D] or [D], as broadcasting reads it. (Ops also take frames; eager not.)"""
     if m is None:
         return True
-    if not _is_tensor(m) or not 1 <= m.ndim <= 3 or m.device != x.device:
+    rows, (batch, tokens, width) = m.shape, x.shape
+    if not _is_tensor(m) or not 1 <= len(rows) <= 3 or m.device != x.device:
         return False
-    batch, tokens, width = x.shape
-    rows = m.shape if m.ndim == 3 else (1,) * (3 - m.ndim) + m.shape
+    rows = rows if len(rows) == 3 else (1,) * (3 - len(rows)) + rows
     return rows[2] == width and (rows[1] == 1 or rows[1] == tokens) and (rows[0] == 1 or rows[0] == batch)
 
 

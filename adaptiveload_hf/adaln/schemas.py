@@ -11,6 +11,7 @@ from .reference import (
     apply_rms_norm_rope,
     compute_dtype,
     inverse_rms,
+    inverse_rms_of_rope,
     row_statistics,
 )
 from .registry import bits_of, define, define_autograd, define_backward, empty_gradients, gradients_of, kind_of
@@ -219,13 +220,15 @@ def _differentiate_gate_residual_layer_norm_modulate(ctx, grad_residual, grad, _
 
 
 def _rms_norm_rope(x, weight, cos, sin, heads, eps):
-    rstd = inverse_rms(x, eps, compute_dtype(x, weight, cos, sin))
+    rstd = inverse_rms_of_rope(x, weight, cos, sin, heads, eps)
     return apply_rms_norm_rope(rstd, x, weight, cos, sin, heads).contiguous(), rstd
 
 
 def _fake_rms_norm_rope(x, weight, cos, sin, heads, eps):
     batch, tokens, width = x.shape
-    rstd = x.new_empty((batch, tokens), dtype=compute_dtype(x, weight, cos, sin))
+    by_head = cos is None or weight.shape[0] != width
+    rows = (batch, tokens, heads) if by_head else (batch, tokens)
+    rstd = x.new_empty(rows, dtype=compute_dtype(x, weight, cos, sin))
     return x.new_empty((batch, tokens, heads, width // heads)), rstd
 
 
@@ -248,7 +251,7 @@ def _differentiate_rms_norm_rope(ctx, grad, _):
     x, rstd, weight, cos, sin = ctx.saved_tensors
     needs = bits_of(ctx.needs_input_grad[:2])
     if torch.is_grad_enabled():
-        rstd = inverse_rms(x, ctx.eps, rstd.dtype)
+        rstd = inverse_rms_of_rope(x, weight, cos, sin, grad.shape[2], ctx.eps)
     return (
         *gradients_of(ctx, "rms_norm_rope", 2, needs, grad, x, rstd, weight, cos, sin),
         None,
@@ -316,12 +319,13 @@ define_autograd(
     _differentiate_gate_residual_layer_norm_modulate,
 )
 define(
-    "rms_norm_rope(Tensor x, Tensor weight, Tensor cos, Tensor sin, int heads, float eps) -> (Tensor y, Tensor rstd)",
+    "rms_norm_rope(Tensor x, Tensor weight, Tensor? cos, Tensor? sin, int heads, float eps)"
+    " -> (Tensor y, Tensor rstd)",
     _rms_norm_rope,
     _fake_rms_norm_rope,
 )
 define_backward(
-    "rms_norm_rope_backward(Tensor grad, Tensor x, Tensor rstd, Tensor weight, Tensor cos, Tensor sin, int needs)"
+    "rms_norm_rope_backward(Tensor grad, Tensor x, Tensor rstd, Tensor weight, Tensor? cos, Tensor? sin, int needs)"
     " -> Tensor[]",
     gradients.rms_norm_rope,
     _fake_rms_norm_rope_backward,

@@ -6,6 +6,7 @@ import math
 from types import SimpleNamespace
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 
@@ -79,13 +80,29 @@ def gate_residual_layer_norm_modulate_backward(
 
 
 def rms_norm_rope(x, weight, cos, sin, heads, eps):
-    _, y, rstd = _forward(x, weight=weight, cos=cos, sin=sin, out_dtype=x.dtype, eps=eps)
-    return y.unflatten(2, (heads, -1)), rstd
+    by_head = cos is None or weight.shape[0] != x.shape[2]
+    rows, cos, sin = _heads_as_rows(x, cos, sin, heads) if by_head else (x, cos, sin)
+    _, y, rstd = _forward(rows, weight=weight, cos=cos, sin=sin, out_dtype=x.dtype, eps=eps)
+    return y.view(*x.shape[:2], heads, -1), rstd.view(*x.shape[:2], heads) if by_head else rstd
 
 
 def rms_norm_rope_backward(grad, x, rstd, weight, cos, sin, needs):
-    wanted = _wanted(("x", "weight"), needs)
-    return _backward(grad.flatten(2), wanted, x=x, x_dtype=x.dtype, stats=rstd, weight=weight, cos=cos, sin=sin)
+    wanted, rows = _wanted(("x", "weight"), needs), x
+    if rstd.ndim == 3:
+        rows, cos, sin = _heads_as_rows(x, cos, sin, grad.shape[2])
+    stats, grad = rstd.flatten(1), grad.reshape(rows.shape)
+    found = _backward(grad, wanted, x=rows, x_dtype=x.dtype, stats=stats, weight=weight, cos=cos, sin=sin)
+    return [gradient.view(x.shape) if name == "x" else gradient for name, gradient in zip(wanted, found)]
+
+
+def _heads_as_rows(x, cos, sin, heads: int):
+    """(x, cos, sin) with every head a row of its own: [B, S * heads, D / heads], and so the tables."""
+    rows = x.reshape(x.shape[0], x.shape[1] * heads, -1)
+    if cos is None:
+        return rows, None, None
+    rest = x.shape[1] - cos.shape[1]
+    tables = (F.pad(table, (0, 0, 0, 0, 0, rest), value=value) for table, value in ((cos, 1.0), (sin, 0.0)))
+    return rows, *(table.repeat_interleave(heads, dim=1) for table in tables)
 
 
 def _wanted(names, needs: int) -> list[str]:

@@ -4,22 +4,25 @@
 namespace adaptiveload::ops {
 namespace {
 
-// [batch, tokens, heads, head_width] as rows; heads is 1 and batch may be 1 for a table. Heads that do not lie side by
-// side, as some attention kernels leave their gradients, are copied.
+// [batch, tokens, heads, head_width] as rows; a table has one head, its batch may be 1, and it may end before the
+// tokens do. Heads that do not lie side by side, as some attention kernels leave their gradients, are copied unless
+// `head_stride` takes them as they are.
 Array heads_of(const Tensor& tensor, const Shape& shape, int64_t heads, int64_t head_width, const char* name,
-               const Tensor& x, std::vector<Tensor>& copies) {
+               const Tensor& x, std::vector<Tensor>& copies, int64_t* head_stride = nullptr) {
   Tensor t = tensor;
   const bool table = heads == 1;
   const bool fits = t.dim() == 4 && (t.size(0) == shape.batch || (table && t.size(0) == 1)) &&
-                    t.size(1) == shape.tokens && t.size(2) == heads && t.size(3) == head_width;
+                    (t.size(1) == shape.tokens || (table && t.size(1) < shape.tokens)) && t.size(2) == heads &&
+                    t.size(3) == head_width;
   if (!fits) refuse(std::string(name) + " has another shape than x, [B, S, D], and its heads ask for");
   if (!t.is_cuda() || t.get_device_index() != x.get_device_index()) {
     refuse(std::string(name) + " must be on the device of x");
   }
-  if (t.stride(3) != 1 || (heads > 1 && t.stride(2) != head_width)) {
+  if (t.stride(3) != 1 || (heads > 1 && head_stride == nullptr && t.stride(2) != head_width)) {
     t = torch::stable::contiguous(t);
     copies.push_back(t);
   }
+  if (head_stride != nullptr) *head_stride = heads > 1 ? t.stride(2) : head_width;
   Array array;
   array.data = t.data_ptr();
   array.dtype = dtype_of(t.scalar_type());
@@ -33,8 +36,25 @@ int64_t head_width_of(const Shape& shape, int64_t heads) {
   return shape.width / heads;
 }
 
-std::tuple<Tensor, Tensor> rms_norm_rope(const Tensor& x, const Tensor& weight, const Tensor& cos, const Tensor& sin,
-                                         int64_t heads, double eps) {
+// What both directions take alike: weight [D], or [D / heads] where each head is normalised by itself, and the tables.
+template <typename Operands>
+void take_norm_and_tables(Operands& p, const Tensor& x, const Tensor& weight, const Optional& cos, const Optional& sin,
+                          std::vector<Tensor>& copies) {
+  p.by_head = !cos.has_value() || weight.numel() != p.shape.width;
+  if (cos.has_value() != sin.has_value()) refuse("cos and sin come together");
+  const Shape normed = {p.shape.batch, p.shape.tokens, p.by_head ? p.head_width : p.shape.width, p.shape.rows};
+  p.weight = array_of(weight, normed, kColumns, "weight", x, copies);
+  if (!cos.has_value()) return;
+  p.cos = heads_of(*cos, p.shape, 1, p.head_width, "cos", x, copies);
+  p.sin = heads_of(*sin, p.shape, 1, p.head_width, "sin", x, copies);
+  p.turned = cos->size(1);
+  if (sin->size(1) != p.turned || (!p.by_head && p.turned != p.shape.tokens)) {
+    refuse("cos and sin must have a row for every token");
+  }
+}
+
+std::tuple<Tensor, Tensor> rms_norm_rope(const Tensor& x, const Tensor& weight, const Optional& cos,
+                                         const Optional& sin, int64_t heads, double eps) {
   const Shape shape = shape_of(x, 1);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   std::vector<Tensor> copies;
@@ -42,12 +62,11 @@ std::tuple<Tensor, Tensor> rms_norm_rope(const Tensor& x, const Tensor& weight, 
   p.shape = shape;
   p.head_width = head_width_of(shape, heads);
   p.eps = static_cast<float>(eps);
+  take_norm_and_tables(p, x, weight, cos, sin, copies);
   Tensor y = empty(x, {shape.batch, shape.tokens, heads, p.head_width}, x.scalar_type());
-  Tensor rstd = empty(x, {shape.batch, shape.tokens}, ScalarType::Float);
+  Tensor rstd = p.by_head ? empty(x, {shape.batch, shape.tokens, heads}, ScalarType::Float)
+                          : empty(x, {shape.batch, shape.tokens}, ScalarType::Float);
   p.x = array_of(x, shape, shape.tokens, "x", x, copies);
-  p.weight = array_of(weight, shape, kColumns, "weight", x, copies);
-  p.cos = heads_of(cos, shape, 1, p.head_width, "cos", x, copies);
-  p.sin = heads_of(sin, shape, 1, p.head_width, "sin", x, copies);
   p.y = array_of(y, shape, shape.tokens);
   p.rstd = static_cast<float*>(rstd.data_ptr());
   check(adaptiveload::rms_norm_rope_forward(p, current_stream(x)), "rms_norm_rope");
@@ -56,26 +75,29 @@ std::tuple<Tensor, Tensor> rms_norm_rope(const Tensor& x, const Tensor& weight, 
 
 // Bits 0 and 1 of `needs`: x, weight.
 std::vector<Tensor> rms_norm_rope_backward(const Tensor& grad, const Tensor& x, const Tensor& rstd,
-                                           const Tensor& weight, const Tensor& cos, const Tensor& sin, int64_t needs) {
+                                           const Tensor& weight, const Optional& cos, const Optional& sin,
+                                           int64_t needs) {
   const Shape shape = shape_of(x, 1);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  check_stats(rstd, shape, 1);
   if (grad.dim() != 4 || grad.size(0) != shape.batch) refuse("grad must be [B, S, heads, D / heads]");
   std::vector<Tensor> copies;
   RopeBackward p = {};
   p.shape = shape;
   p.head_width = head_width_of(shape, grad.size(2));
-  p.grad = heads_of(grad, shape, grad.size(2), p.head_width, "grad", x, copies);
+  take_norm_and_tables(p, x, weight, cos, sin, copies);
+  check_stats(rstd, shape, p.by_head ? grad.size(2) : 1);
+  p.grad_head_stride = p.head_width;
+  p.grad = heads_of(grad, shape, grad.size(2), p.head_width, "grad", x, copies,
+                    p.by_head ? &p.grad_head_stride : nullptr);
   p.x = array_of(x, shape, shape.tokens, "x", x, copies);
-  p.weight = array_of(weight, shape, kColumns, "weight", x, copies);
-  p.cos = heads_of(cos, shape, 1, p.head_width, "cos", x, copies);
-  p.sin = heads_of(sin, shape, 1, p.head_width, "sin", x, copies);
   p.rstd = static_cast<const float*>(rstd.data_ptr());
-  Gradients gradients(x, shape, needs);
+  const Shape normed = {shape.batch, shape.tokens, weight.numel(), shape.rows};
+  Gradients gradients(x, shape, needs), columns(x, normed, needs);
   p.dx = gradients.rows(0, shape.tokens, x.scalar_type());
-  p.dweight = gradients.columns(1);
+  p.dweight = columns.columns(1);
   Tensor partials;
-  if (gradients.wants(1)) {
+  if (columns.wants(1)) {
+    gradients.found.push_back(columns.found.back());
     partials = empty(x, {adaptiveload::rope_backward_partials(p)}, ScalarType::Float);
     p.partials = static_cast<float*>(partials.data_ptr());
   }

@@ -1,11 +1,14 @@
-"""Do SD3's and HunyuanVideo's attention give the same with the norms of their heads fused, and is the rest left?"""
+"""Do SD3's, Flux's and HunyuanVideo's attention give the same with the norms of heads fused, and is the rest left?"""
 
 import copy
 import inspect
 
 import pytest
 import torch
+from diffusers.models import embeddings
 from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
+from diffusers.models.transformers import transformer_flux
+from diffusers.models.transformers.transformer_flux import FluxAttention
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0
 from peft import LoraConfig
@@ -14,7 +17,11 @@ from torch import nn
 
 from adaptiveload_hf import UserError, patch_model, unpatch_model
 from adaptiveload_hf.adaln import attention, ops
-from adaptiveload_hf.adaln.attention import TESTED_JOINT_PROCESSORS, AdaptiveLoadJointAttnProcessor
+from adaptiveload_hf.adaln.attention import (
+    TESTED_JOINT_PROCESSORS,
+    TESTED_ROTATION,
+    AdaptiveLoadJointAttnProcessor,
+)
 from adaptiveload_hf.adaln.source import running_source
 
 HEADS, HEAD_WIDTH, TOKENS, TEXT = 3, 8, 7, 5
@@ -25,8 +32,8 @@ WIDTH = HEADS * HEAD_WIDTH
 def fused_calls(monkeypatch):
     """Counts the calls of the op."""
     calls = []
-    original = ops.rms_norm_modulate
-    monkeypatch.setattr(ops, "rms_norm_modulate", lambda *a, **options: calls.append(1) or original(*a, **options))
+    original = ops.rms_norm_rope
+    monkeypatch.setattr(ops, "rms_norm_rope", lambda *a, **options: calls.append(1) or original(*a, **options))
     return calls
 
 
@@ -41,14 +48,16 @@ def make_attention(dtype=torch.float32, processor=JointAttnProcessor2_0, **optio
     return attn.to(dtype)
 
 
-def run(attn, dtype=torch.float32, text=True, turned=False):
-    """The outputs, and the gradients of both inputs and of every parameter."""
+def run(attn, dtype=torch.float32, text=True, turned=False, before=0):
+    """The outputs, and the gradients of both inputs and of every parameter. before: tokens of text that are turned."""
     generator = torch.Generator().manual_seed(1)
     place = attn.to_q.weight.device
     x, y = (torch.randn(2, n, WIDTH, generator=generator).to(place, dtype).requires_grad_() for n in (TOKENS, TEXT))
     rotation = {}
     if "image_rotary_emb" in inspect.signature(attn.processor.__call__).parameters and turned:
-        angles = torch.rand(TOKENS, HEAD_WIDTH // 2, generator=generator).repeat_interleave(2, dim=-1).to(place)
+        angles = (
+            torch.rand(before + TOKENS, HEAD_WIDTH // 2, generator=generator).repeat_interleave(2, dim=-1).to(place)
+        )
         rotation = {"image_rotary_emb": (angles.cos(), angles.sin())}
     outputs = attn(x, encoder_hidden_states=y if text else None, **rotation)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -76,6 +85,48 @@ def test_outputs_and_all_gradients_equal_the_stock_ones(options, text, fused_cal
     assert len(fused_calls) == (0 if "qk_norm" in options else 4 if text else 2)
 
 
+FLUX_BLOCKS = {
+    "double block": {"added_kv_proj_dim": WIDTH, "context_pre_only": False},
+    "single block": {"pre_only": True},
+}
+
+
+def make_flux_attention(kind):
+    torch.manual_seed(0)
+    attn = FluxAttention(WIDTH, HEADS, HEAD_WIDTH, bias=True, out_dim=WIDTH, **FLUX_BLOCKS[kind])
+    with torch.no_grad():
+        for parameter in attn.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return attn
+
+
+@pytest.mark.parametrize("kind", FLUX_BLOCKS)
+def test_fluxs_outputs_and_gradients_equal_the_stock_ones_with_text_and_image_turned(kind, fused_calls):
+    attn, double = make_flux_attention(kind), kind == "double block"
+    expected = run(attn, text=double, turned=True, before=TEXT if double else 0)
+    assert attention.op_of(attn) == "rms_norm_rope"
+    assert attention.install(attn, "auto") is None
+    assert_close(run(attn, text=double, turned=True, before=TEXT if double else 0), expected)
+    assert len(fused_calls) == (4 if double else 2)
+
+
+@pytest.mark.parametrize("kind", FLUX_BLOCKS)
+def test_a_rotation_that_is_not_the_tested_one_is_called(kind, fused_calls, monkeypatch):
+    attn, double, calls = make_flux_attention(kind), kind == "double block", []
+    before = TEXT if double else 0
+
+    def other(x, freqs_cis, sequence_dim):
+        calls.append(x.shape[sequence_dim])
+        return 2 * embeddings.apply_rotary_emb(x, freqs_cis, sequence_dim=sequence_dim)
+
+    monkeypatch.setattr(transformer_flux, "apply_rotary_emb", other)
+    expected = run(attn, text=double, turned=True, before=before)
+    attention.install(attn, "auto")
+    assert_close(run(attn, text=double, turned=True, before=before), expected)
+    assert calls == [TOKENS + before] * 4
+    assert len(fused_calls) == (4 if double else 2)  # the norms, without turning
+
+
 SINGLE = {"added_kv_proj_dim": None, "context_pre_only": None, "pre_only": True}
 
 
@@ -83,7 +134,7 @@ SINGLE = {"added_kv_proj_dim": None, "context_pre_only": None, "pre_only": True}
 def test_hunyuan_videos_outputs_and_gradients_equal_the_stock_ones(options, fused_calls):
     attn = make_attention(processor=HunyuanVideoAttnProcessor2_0, **options)
     expected = run(attn, turned=True)
-    assert attention.op_of(attn) == "rms_norm_modulate"
+    assert attention.op_of(attn) == "rms_norm_rope"
     assert attention.install(attn, "auto") is None
     assert_close(run(attn, turned=True), expected)
     assert len(fused_calls) == (2 if options else 4)
@@ -155,23 +206,25 @@ def test_lora_trains_the_same(fused_calls):
     assert_close(gradients, expected[1])
 
 
-def test_it_compiles_to_one_graph_with_the_op_in_it():
+def test_it_compiles_to_one_graph_of_the_stock_processor(fused_calls):
     torch._dynamo.reset()
     attn = make_attention()
     expected = run(attn)
     attention.install(attn, "auto")
     attn.compile(fullgraph=True, backend="aot_eager")
     assert_close(run(attn), expected)
+    assert not fused_calls
 
 
 def test_the_tested_processors_are_the_installed_ones():
     """A new diffusers may change them: look at the change, then put the new digest into the table."""
     assert {cls: running_source(cls.__call__).digest for cls in TESTED_JOINT_PROCESSORS} == TESTED_JOINT_PROCESSORS
+    assert running_source(embeddings.apply_rotary_emb).digest == TESTED_ROTATION
 
 
 def test_another_processor_cannot_be_wrapped():
     with pytest.raises(
         UserError,
-        match=r"of SD3 or HunyuanVideo as .*found diffusers\S*\.HunyuanVideo15AttnProcessor2_0\. Keep that processor",
+        match=r"of SD3, Flux or HunyuanVideo as .*found diffusers\S*\.HunyuanVideo15AttnProcessor2_0\. Keep that proc",
     ):
         AdaptiveLoadJointAttnProcessor(HunyuanVideo15AttnProcessor2_0())

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from diffusers.models.embeddings import apply_rotary_emb
 from support.adaln_cases import (
     assert_as_close_as_eager,
     eager_gate_residual,
@@ -86,6 +87,31 @@ def test_gradients_and_second_gradients_are_right_in_float64(name, rows):
     assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
 
 
+@pytest.mark.parametrize("turned", [None, 2, S])
+def test_heads_normed_each_by_itself_equal_what_flux_and_hunyuan_video_compute(turned):
+    x, weight = double(B, S, D), double(D // 2)
+    tables = [None, None] if turned is None else rope_tables(turned, D // 2)
+
+    def eager(x, weight):
+        normed = torch.nn.functional.rms_norm(x.unflatten(2, (2, -1)), weight.shape, weight, 1e-3)
+        if turned is None:
+            return normed
+        cos, sin = (table[0, :, 0] for table in tables)
+        return torch.cat(
+            [apply_rotary_emb(normed[:, :turned], (cos, sin), sequence_dim=1).double(), normed[:, turned:]], 1
+        )
+
+    results = []
+    for call in (lambda x, weight: ops.rms_norm_rope(x, weight, *tables, heads=2, eps=1e-3), eager):
+        y = call(x, weight)
+        results.append((y, *torch.autograd.grad(y.square().sum(), (x, weight))))
+    for ours, exact in zip(*results):
+        torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-5)  # diffusers turns in float32
+    assert torch.autograd.gradgradcheck(
+        lambda x, weight: ops.rms_norm_rope(x, weight, *tables, heads=2), (x, weight), fast_mode=True
+    )
+
+
 @pytest.mark.parametrize("rows", [1, 3, S])
 @pytest.mark.parametrize("name", ops.OPS)
 def test_values_and_gradients_equal_those_of_the_differentiable_reference(name, rows):
@@ -127,6 +153,8 @@ def raw_arguments(rows):
     both = (x, y, gate, gate_table, *norm, 1e-6, torch.bfloat16, torch.bfloat16)
     yield namespace.gate_residual_layer_norm_modulate, both
     yield namespace.rms_norm_rope, (x, weight, cos.float(), sin.float(), 2, 1e-6)
+    of_head, first = weight[: D // 2], slice(0, 2)  # each head by itself, two tokens turned
+    yield namespace.rms_norm_rope, (x, of_head, cos[:, first].float(), sin[:, first].float(), 2, 1e-6)
 
     x, y, gate, scale, shift, weight, bias, gate_table, scale_table = (
         t.detach() for t in (x, y, gate, scale, shift, weight, bias, gate_table, scale_table)
@@ -144,10 +172,11 @@ def raw_arguments(rows):
     yield namespace.gate_residual_layer_norm_modulate_backward, (*kept, *dtypes, *tail, (1 << 10) - 1)
     turned = grad.unflatten(2, (2, -1))
     yield namespace.rms_norm_rope_backward, (turned, x, rstd, weight, cos.float(), sin.float(), 0b11)
+    yield namespace.rms_norm_rope_backward, (turned, x, torch.rand(B, S, 2), of_head.detach(), None, None, 0b11)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("index", range(10))
+@pytest.mark.parametrize("index", range(12))
 def test_opcheck_passes_for_every_forward_and_backward_op(index, rows):
     op, args = list(raw_arguments(rows))[index]
     torch.library.opcheck(op.default, args)

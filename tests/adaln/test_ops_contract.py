@@ -69,6 +69,16 @@ def test_rope_refuses_other_shapes_and_tables_with_gradients(module):
         module.rms_norm_rope(x, weight, table, table[..., :2], heads=2)
     with pytest.raises(UserError, match=re.escape("Pass cos.detach()")):
         module.rms_norm_rope(x, weight, table.clone().requires_grad_(), table, heads=2)
+    with pytest.raises(UserError, match=re.escape("weight must be [D] = [8], or [D / heads] = [4]")):
+        module.rms_norm_rope(x, weight[:3], table, table, heads=2)
+    with pytest.raises(UserError, match="Without rotation and over all heads use rms_norm_modulate"):
+        module.rms_norm_rope(x, weight, heads=2)
+    with pytest.raises(UserError, match="cos is there and sin absent"):
+        module.rms_norm_rope(x, weight[:4], table, heads=2)
+    with pytest.raises(UserError, match=re.escape("cos must be [B or 1, S, 1, D / heads] = [2 or 1, 12, 1, 4]")):
+        module.rms_norm_rope(x, weight, table[:, :5], table[:, :5], heads=2)
+    with pytest.raises(UserError, match=re.escape("sin must be [B or 1, S, 1, D / heads] = [2 or 1, 5, 1, 4]")):
+        module.rms_norm_rope(x, weight[:4], table[:, :5], table, heads=2)
 
 
 def test_differentiating_a_raw_backward_op_is_refused_by_name():

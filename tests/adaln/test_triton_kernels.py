@@ -99,6 +99,15 @@ def test_norm_and_rotary_embedding(kind, width, heads):
     check("rms_norm_rope", rope_inputs(kind, width, heads), heads=heads)
 
 
+@pytest.mark.parametrize("turned", [0, 5, S])
+def test_norm_of_each_head_by_itself(turned):
+    inputs = rope_inputs(torch.float32, 96, 2) | columns(48, "weight")
+    for name in ("cos", "sin"):
+        table = inputs.pop(name)
+        inputs |= {name: table[:, :turned]} if turned else {}
+    check("rms_norm_rope", inputs, heads=2)
+
+
 @pytest.mark.parametrize("names", [(), ("weight", "bias"), ("scale_table",)])
 def test_absent_operands_drop_out(names):
     inputs = {"x": make_x(B, S, 72, torch.float32, DEVICE), **columns(72, *names)}
