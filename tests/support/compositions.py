@@ -96,8 +96,10 @@ def column_of(family: str, patch_first: bool) -> str:
 
 def cells_of(family: str, patch_first: bool, found: Counter, plain: Counter) -> dict[str, str]:
     """The cells of a run in which the ops `found` ran, where a patched model by itself runs those of `plain`."""
+    if family != "wan":
+        return {column_of(family, patch_first): _share(found, plain, "eager")}
     (turned, others), (plain_turned, plain_others) = map(_apart, (found, plain))
-    cells = {"Wan's attention": _share(turned, plain_turned, "stock")} if family == "wan" else {}
+    cells = {"Wan's attention": _share(turned, plain_turned, "stock")}
     return cells | {column_of(family, patch_first): _share(others, plain_others, "eager")}
 
 
