@@ -34,7 +34,7 @@ def test_gradients_on_two_ranks_are_those_of_the_unpatched_model(row, family, pa
         record(row, dict.fromkeys(cells_of(family, patch_first, {}, {}), "fails unpatched too"))
         return
     if "bf16" in row:
-        assert result["error"] < 2e-2  # other roundings; test_patch_numerics.py compares both with float64
+        assert result["error"] < 2e-2  # other roundings; test_models.py compares both with float64
     else:
         assert result["largest"] < 1e-5
     assert bool(result["again"]) is ("checkpointing" in row)
