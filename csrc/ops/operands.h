@@ -7,7 +7,6 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
@@ -40,6 +39,23 @@ inline Dtype dtype_of(ScalarType type) {
 
 constexpr int64_t kColumns = -1;  // for `rows` of an operand that is [D]
 
+// For want of memory, which is what a call of torch that is given sound tensors fails of. Not TORCH_ERROR_CODE_CHECK: it
+// words its error in a std::stringstream, which crashed the process instead where the compiler's libstdc++ is not the
+// one that torch was built with (g++ of its own beside torch 2.11.0+cu130).
+inline void check_memory(AOTITorchError error, int64_t elements) {
+  if (error == TORCH_SUCCESS) return;
+  throw std::runtime_error("CUDA out of memory. adaptiveload could not allocate " + std::to_string(elements) +
+                           " elements.");
+}
+
+// torch::stable::contiguous, but for its check.
+inline Tensor contiguous_copy(const Tensor& tensor) {
+  using torch::stable::detail::from, torch::stable::detail::to;
+  StableIValue stack[] = {from(tensor), from(torch::headeronly::MemoryFormat::Contiguous)};
+  check_memory(torch_call_dispatcher("aten::contiguous", "", stack, TORCH_ABI_VERSION), tensor.numel());
+  return to<Tensor>(stack[0]);
+}
+
 // [B, rows, D] or [D] as the kernels see it. A tensor whose last stride is not 1 is copied; `copies` keeps it alive.
 inline Array array_of(const Optional& tensor, const Shape& shape, int64_t rows, const char* name, const Tensor& like,
                       std::vector<Tensor>& copies) {
@@ -53,7 +69,7 @@ inline Array array_of(const Optional& tensor, const Shape& shape, int64_t rows, 
                            : t.dim() == 3 && t.size(0) == shape.batch && t.size(1) == rows && t.size(2) == shape.width;
   if (!fits) refuse(std::string(name) + " has another shape than x, [B, S, D], asks for");
   if (t.stride(t.dim() - 1) != 1 && shape.width > 1) {
-    t = torch::stable::contiguous(t);
+    t = contiguous_copy(t);
     copies.push_back(t);
   }
   Array array;
@@ -101,15 +117,11 @@ inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> sizes, Sc
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   const auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
   AtenTensorHandle made = nullptr;
-  // Not TORCH_ERROR_CODE_CHECK: it words its error in a std::stringstream, which crashed the process instead where the
-  // compiler's libstdc++ is not the one that torch was built with (g++ of its own beside torch 2.11.0+cu130).
-  if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), size, strides, dtype, device_type,
-                               like.get_device_index(), &made) != TORCH_SUCCESS) {
-    int64_t elements = 1;
-    for (const int64_t n : sizes) elements *= n;
-    throw std::runtime_error("CUDA out of memory. adaptiveload could not allocate " + std::to_string(elements) +
-                             " elements.");
-  }
+  int64_t elements = 1;
+  for (const int64_t n : sizes) elements *= n;
+  check_memory(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), size, strides, dtype, device_type,
+                                        like.get_device_index(), &made),
+               elements);
   return Tensor(made);
 }
 

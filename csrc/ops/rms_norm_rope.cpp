@@ -19,7 +19,7 @@ Array heads_of(const Tensor& tensor, const Shape& shape, int64_t heads, int64_t 
     refuse(std::string(name) + " must be on the device of x");
   }
   if (t.stride(3) != 1 || (heads > 1 && head_stride == nullptr && t.stride(2) != head_width)) {
-    t = torch::stable::contiguous(t);
+    t = contiguous_copy(t);
     copies.push_back(t);
   }
   if (head_stride != nullptr) *head_stride = heads > 1 ? t.stride(2) : head_width;

@@ -196,24 +196,29 @@ def test_float64_modulation_of_float32_rows_is_refused_by_name():
         ops.layer_norm_modulate(torch.randn(1, 2, 64, device=DEVICE), torch.randn(1, 1, 64, device=DEVICE).double())
 
 
-def test_too_little_memory_is_torchs_own_error_and_nothing_is_lost():
-    script = """
+@pytest.mark.parametrize(
+    ("left", "lacks"),
+    [(64, "the result"), (200, "a copy of a modulation whose columns do not lie side by side")],
+)
+def test_too_little_memory_is_torchs_own_error_and_nothing_is_lost(left, lacks):
+    script = f"""
 import torch
 from adaptiveload_hf.adaln import ops
-x = torch.randn(2, 8192, 4096, device="cuda", requires_grad=True)
-held = torch.empty(torch.cuda.mem_get_info()[0] - 2**26, dtype=torch.uint8, device="cuda")
+x = torch.randn(2, 4096, 4096, device="cuda", requires_grad=True)
+scale = torch.randn(2, 4096, 4096, device="cuda").transpose(1, 2)
+held = torch.empty(torch.cuda.mem_get_info()[0] - {left} * 2**20, dtype=torch.uint8, device="cuda")
 try:
-    ops.layer_norm_modulate(x)
+    ops.layer_norm_modulate(x, scale)
 except torch.OutOfMemoryError as error:
     assert "CUDA out of memory" in str(error), error
 else:
     raise SystemExit("there was memory")
 del held
-ops.layer_norm_modulate(x).sum().backward()
+ops.layer_norm_modulate(x, scale).sum().backward()
 torch.cuda.synchronize()
 """
     done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
-    assert done.returncode == 0, (done.returncode, done.stdout, done.stderr[-2000:])
+    assert done.returncode == 0, (lacks, done.returncode, done.stdout, done.stderr[-2000:])
 
 
 def test_an_extension_for_another_gpu_is_named_and_triton_runs():
