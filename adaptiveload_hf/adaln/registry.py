@@ -148,7 +148,8 @@ def _below_autograd(op, *args):
             raise
 
 
-def bits_of(flags) -> int:
+@functools.cache
+def bits_of(flags: tuple[bool, ...]) -> int:
     """`needs` of a backward op: bit i is flag i."""
     needs = 0
     for bit, flag in enumerate(flags):
@@ -160,10 +161,18 @@ def bits_of(flags) -> int:
 def gradients_of(ctx, name: str, count: int, needs: int, *args) -> list[Tensor | None]:
     """The gradients of an op at their arguments' places, by the formula itself if they will be differentiated."""
     if torch.is_grad_enabled():
-        found = iter(getattr(gradients, name)(*args, needs))
+        found = getattr(gradients, name)(*args, needs)
     else:
-        found = iter(_below_autograd(_backward_op(name, ctx.in_triton), *args, needs))
-    return [next(found) if needs >> bit & 1 else None for bit in range(count)]
+        found = _below_autograd(_backward_op(name, ctx.in_triton), *args, needs)
+    found.append(None)
+    return [found[place] for place in _places(count, needs)]
+
+
+@functools.cache
+def _places(count: int, needs: int) -> tuple[int, ...]:
+    """Where an argument's gradient is among those that were asked for; -1, the last, where it was not."""
+    asked = [bit for bit in range(count) if needs >> bit & 1]
+    return tuple(asked.index(bit) if bit in asked else -1 for bit in range(count))
 
 
 @functools.cache
