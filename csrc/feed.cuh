@@ -64,9 +64,11 @@ __device__ __forceinline__ void add_groups(float (&sums)[K][kPack], float* buffe
   }
 }
 
-// A thread reads NV packs of each of the ROWS rows that belong to a turn. DEALT: on Hopper a group learns which row is
-// its own with the row, as tickets need it; otherwise it knows before, which spares narrow rows 5% of their time.
-template <typename T, int ROWS, int NV, bool DEALT = false>
+// A thread reads NV packs of each of the ROWS rows that belong to a turn. EACH: every thread says that it has read them;
+// otherwise one for all of its group, after a barrier: the same, with fewer registers, but racecheck follows it only in
+// blocks of one group. DEALT: on Hopper a group learns which row is its own with the row, as tickets need it; otherwise
+// it knows before, which spares narrow rows 5% of their time.
+template <typename T, int ROWS, int NV, bool EACH = false, bool DEALT = false>
 struct Feed {
   static constexpr int kMostStages = 4;
   struct Signals {
@@ -128,13 +130,25 @@ struct Feed {
 #pragma unroll 1
       for (int i = 0; i < stages * kMostGroups; ++i) {
         asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared(signals.arrivals) + 8 * i) : "memory");
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared(signals.departures) + 8 * i) : "memory");
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared(signals.departures) + 8 * i),
+                     "r"(EACH ? group.threads : 1)
+                     : "memory");
       }
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
   }
   __device__ __forceinline__ bool only_feeds() const { return group.index >= groups; }
+
+  // The rows that the block's stages will hold first, by one of those that feed.
+  template <typename Use>
+  __device__ __forceinline__ void for_first_rows(const Use& use) const {
+    if (group.thread != 0) return;
+    for (int stage = 0; stage < stages; ++stage) {
+      const int first = (runs.chunk + stage * runs.chunks) * groups;
+      for (int row = first; row < min(first + groups, runs.rows); ++row) use(row);
+    }
+  }
 
   __device__ __forceinline__ void open(int at_stage, int index, int count) const {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
@@ -192,11 +206,10 @@ struct Feed {
     if (DEALT) row = signals.rows[stage][group.index];
     return row < runs.rows;
   }
-  // After a barrier of the group since it was read, so one thread speaks for all. racecheck does not follow that where
-  // there are several groups, and reports the next write to the stage (docs/kernels.md, Proof).
+  // After a barrier of the group since it was read.
   template <typename Fetch>
   __device__ __forceinline__ void leave(const Fetch&) {
-    if (group.thread == 0) arrive(signals.departures[stage][group.index]);
+    if (EACH || group.thread == 0) arrive(signals.departures[stage][group.index]);
     row += runs.chunks * groups;
     if (++stage == stages) {
       stage = 0;
@@ -206,6 +219,8 @@ struct Feed {
 #else
   __device__ __forceinline__ void start() const {}
   __device__ __forceinline__ bool only_feeds() const { return false; }
+  template <typename Use>
+  __device__ __forceinline__ void for_first_rows(const Use&) const {}
   template <typename Fetch>
   __device__ __forceinline__ void feed_all(const Fetch&) const {}
   __device__ __forceinline__ void open(int, int, int) const {}

@@ -1,5 +1,5 @@
 // How do backward kernels take few rows? They end before rows fetched ahead of time would pay, and a second kernel for
-// the sums over rows would take longer than they do. So a block asks for all of its R rows at once, and other blocks of
+// the sums over rows would take longer than they do. So a group of threads asks for all of its R rows at once, and other blocks of
 // the same kernel own 16 columns of a segment each, read them of all its rows, which the cache has by then, and make
 // the sums. Nobody waits for another block.
 #pragma once
@@ -14,6 +14,7 @@ namespace adaptiveload {
 constexpr int64_t kFewRows = 1024;     // more read twice take longer than two kernels
 constexpr int64_t kFewSegments = 4;
 constexpr int kFewThreads = 768;       // of a block, and so rows of up to 6144 columns
+constexpr int kFewGroups = 2;          // that own rows, of a block: more threads for those that own columns
 constexpr int kColumnPacks = 2;        // of a block that owns columns
 constexpr int kColumnRows = 4;         // of a thread's turn there
 
@@ -25,8 +26,8 @@ struct FewRows {
   unsigned blocks() const { return static_cast<unsigned>(rows.count * (rows.chunks + column_blocks)); }
 };
 
-inline bool few_rows(const Shape& shape, const ColumnSums& sums) {
-  const bool total = sums.dscale_table || sums.dshift_table || sums.dgate_table || sums.dweight || sums.dbias;
+// total: are sums over all segments wanted?
+inline bool few_rows(const Shape& shape, bool total) {
   const int64_t segments = shape.batch * shape.rows;
   return !row_per_token(shape) && shape.batch * shape.tokens <= kFewRows && segments <= (total ? 1 : kFewSegments) &&
          threads_for(shape.width) <= kFewThreads;

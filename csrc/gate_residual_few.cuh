@@ -5,7 +5,7 @@
 
 namespace adaptiveload {
 
-constexpr int kFewGateThreads = 192;
+constexpr int kFewGateThreads = 384;
 
 template <typename T>
 __global__ void __launch_bounds__(kFewGateThreads)

@@ -130,8 +130,6 @@ bool launch_rows(const GatedNormBackward& p, const Segments& segments, cudaStrea
   if (stages == 0 || threads > kMostThreads) return false;
   const int bytes = static_cast<int>(stages * stage_bytes);
   auto kernel = backward_rows<T, kTurnRows, kPacks, NORM_SUMS, GATE_SUM, kMostThreads>;
-  *error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (*error != cudaSuccess) return true;
   *error = launch_early(kernel, static_cast<unsigned>(segments.blocks()), threads, bytes, stream, p, segments, stages);
   return true;
 }

@@ -15,18 +15,23 @@
 namespace adaptiveload {
 namespace {
 
-// The best of 40 combinations on an H200 over six shapes of x. More threads have more rows under way, further apart.
+// The best of 40 combinations on an H200 over seven shapes of x.
 constexpr int kTurnRows = 2;        // rows of a turn in 16-bit types; half in float32, whose packs are twice as big
 constexpr int kMostThreads = 768;   // of a block: rows of up to 768 * 8 = 6144 columns
-constexpr int kBusyThreads = 512;   // of a multiprocessor, if a block has no more
-constexpr int kStages = 3;          // turns under way
+constexpr int kBusyThreads = 768;   // of a multiprocessor, if a block has no more
+constexpr int64_t kWide = 4096;
+constexpr int kWideRun = 8, kWideStages = 3;      // of wide rows: turns of a block, and of those under way
+constexpr int kNarrowRun = 4, kNarrowStages = 2;  // of others
 
-// All rows, segment after segment, in turns of R neighbours, of which block b takes every gridDim.x-th from b on: all
-// blocks read close together.
+// All rows, segment after segment, in turns of R neighbours, of which a block takes a run. Blocks come in the order of
+// their rows: on an H200 2 to 4% (11% at 2432 columns) faster than blocks that stay and take every n-th turn.
 struct Turns {
   int tokens;           // of one segment
   unsigned of_segment;  // turns of one segment
   unsigned count;       // of all
+  unsigned run;         // of a block
+
+  unsigned blocks() const { return (count + run - 1) / run; }
 };
 
 struct Turn {
@@ -104,10 +109,11 @@ __global__ void __launch_bounds__(THREADS) forward_rows(const GatedNormForward p
   const Ring<T, 2 * R, 1> ring = {ring_rows, arrivals, stages, width};  // R rows of x, then R of y
   const bool mine = static_cast<int>(threadIdx.x) * kPack < width;
 
-  unsigned next = blockIdx.x;  // turn to fetch
+  unsigned next = blockIdx.x * all.run;  // turn to fetch
+  const unsigned last = min(next + all.run, all.count);
   const auto fetch_turn = [&](int stage) {
     Turn turn = {-1, 0};
-    if (next < all.count) {
+    if (next < last) {
       turn.segment = next / all.of_segment;
       turn.row = next % all.of_segment * R;
       const unsigned batch = turn.segment / rows_of_batch, modulation_row = turn.segment % rows_of_batch;
@@ -116,12 +122,13 @@ __global__ void __launch_bounds__(THREADS) forward_rows(const GatedNormForward p
       ring.open(stage, 2 * count);
       ring.fetch(stage, 0, row_of<const T>(p.x, batch, token), p.x.row_stride, count);
       ring.fetch(stage, R, row_of<const T>(p.y, batch, token), p.y.row_stride, count);
-      next += gridDim.x;
+      ++next;
     }
     ring.close();
     if (threadIdx.x == 0) turns[stage] = turn;
   };
 
+  let_next_kernel_start();
   ring.start();
   wait_for_previous_kernel();
   if (ring.copies()) {
@@ -184,20 +191,19 @@ int row_blocks(const Shape& shape) { return std::max(1, kBusyThreads / threads_f
 template <typename T>
 bool launch_rows(const GatedNormForward& p, cudaStream_t stream, cudaError_t* error) {
   constexpr int R = sizeof(T) == 4 ? kTurnRows / 2 : kTurnRows;
-  const int threads = threads_for(p.shape.width);
-  const int blocks = row_blocks(p.shape);
+  const bool wide = p.shape.width >= kWide;
+  const int threads = threads_for(p.shape.width), resident = row_blocks(p.shape);
   const int64_t stage_bytes = Ring<T, 2 * R, 1>::stage_bytes(p.shape.width);
-  const int stages = stages_that_fit(stage_bytes, kStages, blocks);
+  const int stages = stages_that_fit(stage_bytes, wide ? kWideStages : kNarrowStages, resident);
   if (stages == 0 || threads > kMostThreads) return false;
-  const int bytes = static_cast<int>(stages * stage_bytes);
-  auto kernel = forward_rows<T, R, kMostThreads>;
-  *error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (*error != cudaSuccess) return true;
   const int64_t tokens = p.shape.tokens / p.shape.rows, of_segment = (tokens + R - 1) / R;
-  const Turns turns = {static_cast<int>(tokens), static_cast<unsigned>(of_segment),
-                       static_cast<unsigned>(of_segment * p.shape.rows * p.shape.batch)};
-  const unsigned grid = std::min<unsigned>(turns.count, blocks * device_attribute(cudaDevAttrMultiProcessorCount));
-  *error = launch_early(kernel, grid, threads, bytes, stream, p, turns, stages);
+  const int64_t count = of_segment * p.shape.rows * p.shape.batch;
+  const int64_t places = int64_t{resident} * device_attribute(cudaDevAttrMultiProcessorCount);
+  const int64_t run = std::clamp<int64_t>((count + places - 1) / places, 1, wide ? kWideRun : kNarrowRun);
+  const Turns turns = {static_cast<int>(tokens), static_cast<unsigned>(of_segment), static_cast<unsigned>(count),
+                       static_cast<unsigned>(run)};
+  *error = launch_early(forward_rows<T, R, kMostThreads>, turns.blocks(), threads,
+                        static_cast<int>(stages * stage_bytes), stream, p, turns, stages);
   return true;
 }
 

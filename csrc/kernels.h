@@ -52,7 +52,7 @@ struct LayerNormBackward {
   // Gradients; without data: not wanted. dshift is never wanted with a row per token: it is grad itself.
   Array dx, dscale, dshift;
   float *dweight, *dbias, *dscale_table, *dshift_table;  // [width]
-  float* partials;                                       // layer_norm_backward_partials(...) floats
+  float* partials;                                       // layer_norm_backward_partials(...) floats, null if that is 0
 };
 
 struct GateForward {
@@ -66,7 +66,7 @@ struct GateBackward {
   Array grad, y, gate, gate_table;
   Array dy, dgate;      // without data: not wanted
   float* dgate_table;   // [width]
-  float* partials;      // gate_backward_partials(...) floats
+  float* partials;      // gate_backward_partials(...) floats, likewise
 };
 
 struct GatedNormForward {
@@ -124,8 +124,8 @@ cudaError_t gate_residual_layer_norm_modulate_forward(const GatedNormForward& p,
 cudaError_t gate_residual_layer_norm_modulate_backward(const GatedNormBackward& p, cudaStream_t stream);
 
 int64_t layer_norm_forward_tickets(const Shape& shape);
-int64_t layer_norm_backward_partials(const Shape& shape);
-int64_t gate_backward_partials(const Shape& shape);
+int64_t layer_norm_backward_partials(const LayerNormBackward& p);
+int64_t gate_backward_partials(const GateBackward& p);
 int64_t gated_norm_backward_partials(const Shape& shape);
 int64_t rope_backward_partials(const RopeBackward& p);
 

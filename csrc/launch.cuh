@@ -3,9 +3,47 @@
 
 #include <cuda_runtime.h>
 
+#include <map>
 #include <utility>
 
 namespace adaptiveload {
+
+inline int device_attribute(cudaDeviceAttr attribute) {
+  int device = 0, value = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&value, attribute, device);
+  return value;
+}
+
+// Brings memory to the L2 cache that will be read after wait_for_previous_kernel(): what that kernel writes arrives
+// there, too, so nothing old is seen. `address` and `bytes` are multiples of 16.
+__device__ __forceinline__ void bring_to_cache(const void* address, int bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
+#endif
+}
+
+// Makes a kernel ready for the current GPU, once: as much shared memory as a launch asks for, and whether its code is
+// for Hopper or later. CUDA takes longer over these two questions than over half a launch.
+inline cudaError_t prepare(const void* kernel, bool* hopper) {
+  thread_local std::map<std::pair<const void*, int>, bool> known;
+  int device = 0;
+  cudaGetDevice(&device);
+  const auto found = known.find({kernel, device});
+  if (found != known.end()) {
+    *hopper = found->second;
+    return cudaSuccess;
+  }
+  cudaFuncAttributes attributes;
+  cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  if (error != cudaSuccess) return error;
+  const int bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               bytes - static_cast<int>(attributes.sharedSizeBytes));
+  if (error != cudaSuccess) return error;
+  *hopper = known[{kernel, device}] = attributes.ptxVersion >= 90;
+  return cudaSuccess;
+}
 
 // What the previous kernel wrote may be read after this only.
 __device__ __forceinline__ void wait_for_previous_kernel() {
@@ -27,10 +65,9 @@ __device__ __forceinline__ void let_next_kernel_start() {
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_fed(void (*kernel)(Parameters...), unsigned blocks, dim3 threads, unsigned feeders, bool early,
                        int shared_bytes, cudaStream_t stream, Arguments&&... arguments) {
-  cudaFuncAttributes attributes;
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  bool hopper = false;
+  const cudaError_t error = prepare(reinterpret_cast<const void*>(kernel), &hopper);
   if (error != cudaSuccess) return error;
-  const bool hopper = attributes.ptxVersion >= 90;
   cudaLaunchAttribute overlap = {};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;

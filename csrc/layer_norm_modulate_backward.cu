@@ -93,7 +93,8 @@ __global__ void __launch_bounds__(kMostAnyThreads)
 
 Pipeline pipeline_of(const Shape& shape) {
   const int threads = threads_for(shape.width);
-  const int most = row_per_token(shape) ? kFewerThreads : kMostThreads;
+  // A group less of narrow rows, for eight registers more a thread: 1% at 1536 columns.
+  const int most = row_per_token(shape) || 3 * threads <= kFewerThreads ? kFewerThreads : kMostThreads;
   return {std::clamp(most / threads, 1, kMostGroups), threads, kStages};
 }
 
@@ -111,8 +112,6 @@ bool launch_rows(const LayerNormBackward& p, const Segments& segments, cudaStrea
   const int64_t sums_bytes = SUMS ? int64_t{threads - pipeline.threads} * 2 * kPack * int64_t{sizeof(float)} : 0;
   const int bytes = static_cast<int>(std::max(pipeline.stages * stage_bytes, sums_bytes));
   auto kernel = backward_rows<T, MEAN, SUMS, TOKEN, THREADS>;
-  *error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (*error != cudaSuccess) return true;
   const auto blocks = static_cast<unsigned>(segments.blocks());
   *error = launch_fed(kernel, blocks, threads, kFeeders, true, bytes, stream, p, segments, pipeline);
   return true;
@@ -164,28 +163,42 @@ bool launch_rows(const LayerNormBackward& p, bool sums, bool per_token, const Se
   }
 }
 
+// Which sums over rows are wanted: of segments, or over all?
+struct Wanted {
+  bool rows, tables, affine, sums;
+
+  explicit Wanted(const LayerNormBackward& p)
+      : rows(p.dscale.data != nullptr || p.dshift.data != nullptr),
+        tables(p.dscale_table != nullptr || p.dshift_table != nullptr),
+        affine(p.dweight != nullptr || p.dbias != nullptr),
+        sums(tables || (!row_per_token(p.shape) && (rows || affine))) {}
+};
+
+// Does one kernel do it all, without partial sums?
+bool few(const LayerNormBackward& p) {
+  const Wanted wanted(p);
+  return few_rows(p.shape, wanted.tables || wanted.affine) && rows_in_pieces(p, false);
+}
+
 template <typename T, bool MEAN>
 cudaError_t launch_few(const LayerNormBackward& p, const ColumnSums& sums, bool wanted, cudaStream_t stream) {
+  const int threads = threads_for(p.shape.width), groups = std::min(kFewGroups, kFewThreads / threads);
   const bool two = p.shape.batch * p.shape.tokens > kFewRows / 2;
-  const FewRows grid = few_rows_grid(p.shape, two ? 2 : 1, wanted);
+  const FewRows grid = few_rows_grid(p.shape, groups * (two ? 2 : 1), wanted);
   auto kernel = two ? backward_few<T, MEAN, 2> : backward_few<T, MEAN, 1>;
-  return launch_early(kernel, grid.blocks(), threads_for(p.shape.width), 0, stream, p, sums, grid);
+  return launch_early(kernel, grid.blocks(), groups * threads, 0, stream, p, sums, grid, groups);
 }
 template <typename T>
 cudaError_t launch_few(const LayerNormBackward& p, const ColumnSums& sums, bool wanted, cudaStream_t stream) {
   return p.mean ? launch_few<T, true>(p, sums, wanted, stream) : launch_few<T, false>(p, sums, wanted, stream);
 }
 
-// false: nothing was launched, since there are more rows, or they do not come in pieces.
-bool launch_few(const LayerNormBackward& p, const ColumnSums& sums, bool wanted, cudaStream_t stream,
-                cudaError_t* error) {
-  if (!few_rows(p.shape, sums) || !rows_in_pieces(p, false)) return false;
+cudaError_t launch_few(const LayerNormBackward& p, const ColumnSums& sums, bool wanted, cudaStream_t stream) {
   switch (p.x.dtype) {
-    case Dtype::float32: *error = launch_few<float>(p, sums, wanted, stream); break;
-    case Dtype::float16: *error = launch_few<__half>(p, sums, wanted, stream); break;
-    default: *error = launch_few<__nv_bfloat16>(p, sums, wanted, stream);
+    case Dtype::float32: return launch_few<float>(p, sums, wanted, stream);
+    case Dtype::float16: return launch_few<__half>(p, sums, wanted, stream);
+    default: return launch_few<__nv_bfloat16>(p, sums, wanted, stream);
   }
-  return true;
 }
 
 template <bool MEAN>
@@ -213,17 +226,18 @@ cudaError_t launch_any(const LayerNormBackward& p, bool sums, bool modulated, co
 
 }  // namespace
 
-int64_t layer_norm_backward_partials(const Shape& shape) { return segments_of(shape).blocks() * 2 * shape.width; }
+int64_t layer_norm_backward_partials(const LayerNormBackward& p) {
+  const Wanted wanted(p);
+  return wanted.sums || wanted.affine ? few(p) ? 0 : segments_of(p.shape).blocks() * 2 * p.shape.width : 0;
+}
 
 cudaError_t layer_norm_modulate_backward(const LayerNormBackward& given, cudaStream_t stream) {
   LayerNormBackward p = given;
   // A shift per token alone leaves m the same for all tokens, and its gradient is grad itself.
   if (row_per_token(p.shape) && p.scale.data == nullptr) p.shape.rows = 1;
   const bool per_token = row_per_token(p.shape);
-  const bool rows_wanted = p.dscale.data != nullptr || p.dshift.data != nullptr;
-  const bool tables_wanted = p.dscale_table != nullptr || p.dshift_table != nullptr;
-  const bool affine_wanted = p.dweight != nullptr || p.dbias != nullptr;
-  const bool sums = tables_wanted || (!per_token && (rows_wanted || affine_wanted));
+  const Wanted wanted(p);
+  const bool sums = wanted.sums;
   const Segments segments = segments_of(p.shape);
   const bool empty = p.shape.batch * p.shape.tokens * p.shape.width == 0;
   ColumnSums totals = {};
@@ -248,12 +262,12 @@ cudaError_t layer_norm_modulate_backward(const LayerNormBackward& given, cudaStr
     totals.dbias = p.dbias;
   }
   cudaError_t error = cudaSuccess;
-  if (!empty && launch_few(p, totals, sums, stream, &error)) return error;
+  if (!empty && few(p)) return launch_few(p, totals, sums, stream);
   if (!empty && !launch_rows(p, sums, per_token, segments, stream, &error)) {
     error = launch_any(p, sums, false, segments, stream);
   }
   if (error == cudaSuccess && sums) error = add_column_sums<2>(totals, stream);
-  if (error != cudaSuccess || !per_token || !affine_wanted) return error;
+  if (error != cudaSuccess || !per_token || !wanted.affine) return error;
 
   // Every token has its own m: weight and bias need sums of grad * m, which P and Q cannot give. Another pass.
   if (!empty) error = launch_any(p, true, true, segments, stream);

@@ -55,7 +55,7 @@ __device__ __forceinline__ void few_columns(const LayerNormBackward& p, const Co
 
 template <typename T, bool MEAN, int R>
 __global__ void __launch_bounds__(kFewThreads)
-    backward_few(const LayerNormBackward p, const ColumnSums sums_of, const FewRows grid) {
+    backward_few(const LayerNormBackward p, const ColumnSums sums_of, const FewRows grid, const int groups) {
   constexpr int kMeans = MEAN ? 2 : 1;
   __shared__ float buffer[R][kMeans * kFewThreads / 32];
   const int width = static_cast<int>(p.shape.width);
@@ -66,10 +66,10 @@ __global__ void __launch_bounds__(kFewThreads)
     return let_next_kernel_start();
   }
   const Place at(grid.rows, blockIdx.x - owners, p.shape.rows);
-  const Group group(blockDim.x);
-  const int first_row = at.chunk * R, last_row = grid.rows.tokens - 1;
-  const int column = min(static_cast<int>(threadIdx.x) * kPack, width - kPack);
-  const bool mine = static_cast<int>(threadIdx.x) * kPack < width;
+  const Group group(blockDim.x / groups);
+  const int first_row = (at.chunk * groups + group.index) * R, last_row = grid.rows.tokens - 1;
+  const int column = min(static_cast<int>(group.thread) * kPack, width - kPack);
+  const bool mine = static_cast<int>(group.thread) * kPack < width;
   const T* const x_rows = row_of<const T>(p.x, at.batch, at.first) + column;
   const T* const grad_rows = row_of<const T>(p.grad, at.batch, at.first) + column;
   const int64_t first_token = at.batch * p.shape.tokens + at.first;
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kFewThreads)
     stats[r] = load_stats<MEAN>(p.stats, first_token + row);
   }
   float gain[kPack], means[R][kMeans], x[kPack], grad[kPack];
-  load_gain<Access::either>(p, at.batch, at.modulation_row, 0, true, gain);
+  load_gain<Access::either>(p, at.batch, at.modulation_row, group.first_column(), true, gain);
   const WarpSums<kMeans> joint(group);
 #pragma unroll
   for (int r = 0; r < R; ++r) {
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kFewThreads)
     if (MEAN) means[r][kMeans - 1] = mine ? sum : 0.f;
     joint.post(means[r], buffer[r]);
   }
-  __syncthreads();
+  group.wait();
   let_next_kernel_start();
 #pragma unroll
   for (int r = 0; r < R; ++r) {

@@ -5,12 +5,12 @@
 // loaded once, since all rows of a segment share them. The rows to come are on their way into shared memory meanwhile.
 // x is read once, y written once: 4 bytes an element in 16-bit types. With a modulation row per token (TOKEN) its scale
 // and shift come the same way (8 bytes).
+// forward_few (in the .cuh): few rows, without a ring.
 // forward_any: one row at a time, everything read where it is needed: any dtypes, any alignment.
 // Mean and variance take two passes over a thread's registers, and are joined over threads, then warps, by Chan's
 // formula, with one barrier a row: E[x^2] - E[x]^2 would lose all digits far from zero.
 #include "feed.cuh"
-#include "launch.cuh"
-#include "modulation.cuh"
+#include "layer_norm_modulate_forward.cuh"
 
 namespace adaptiveload {
 namespace {
@@ -22,7 +22,8 @@ template <Rows KIND>
 struct Tile {
   static constexpr bool kToken = KIND == Rows::with_token, kDealt = KIND == Rows::dealt || KIND == Rows::wide;
   static constexpr int kPacks = kToken ? 1 : KIND == Rows::wide ? 3 : 2;
-  static constexpr int kMostThreads = kToken ? 992 : KIND == Rows::wide ? 480 : 608;  // and a warp that feeds them
+  // And a warp that feeds them.
+  static constexpr int kMostThreads = kToken ? 992 : KIND == Rows::wide ? 480 : KIND == Rows::narrow ? 512 : 608;
 };
 constexpr int64_t kWide = 4608;
 
@@ -30,47 +31,16 @@ constexpr int64_t kWide = 4608;
 // without, and would ask too often; few do not make up for zeroing the tickets.
 constexpr int64_t kTicketWidth = 3072, kTicketRows = 1 << 14;
 
-// mean and 1 / standard deviation of a token, or 1 / root mean square alone.
-template <bool MEAN>
-__device__ __forceinline__ void store_stats(float* stats, int64_t token, float mean, float rstd) {
-  if (MEAN) {
-    reinterpret_cast<float2*>(stats)[token] = make_float2(mean, rstd);
-  } else {
-    stats[token] = rstd;
-  }
-}
-
-// Joins (mean, squares about it) of `weight` numbers each over `lanes` neighbouring lanes, by Chan's formula about one
-// of the means, so that nothing large is subtracted from something large.
-template <bool MEAN>
-__device__ __forceinline__ void join(float& mean, float& squares, float weight, float about, float one_by_total,
-                                     int lanes) {
-  const float apart = mean - about;
-  float sum = weight * apart;
-  squares += sum * apart;
-  for (int offset = lanes / 2; offset >= 1; offset /= 2) {
-    if (MEAN) sum += __shfl_xor_sync(~0u, sum, offset);
-    squares += __shfl_xor_sync(~0u, squares, offset);
-  }
-  mean = about + sum * one_by_total;
-  squares -= sum * sum * one_by_total;
-}
-
-// How many columns of a row of `width` are those of warp `warp` of `threads` threads.
-template <int NV>
-__device__ __forceinline__ float columns_of(int warp, int threads, int width) {
-  int columns = 0;
-#pragma unroll
-  for (int v = 0; v < NV; ++v) columns += min(max(width - (v * threads + warp * 32) * kPack, 0), 32 * kPack);
-  return static_cast<float>(columns);
-}
+// From this width on a block's first rows, and its modulation, come to the cache while the previous kernel ends: 2 points
+// of the roof at 2x8192x5120, up to 1 in larger work. Narrow rows lose.
+constexpr int kAskedWidth = 2048;
 
 template <typename T, bool MEAN, Rows KIND>
 __global__ void __launch_bounds__(Tile<KIND>::kMostThreads + kFeeders)
     forward_rows(const LayerNormForward p, const Segments segments, const Pipeline pipeline, const int joined) {
   constexpr bool TOKEN = Tile<KIND>::kToken;
   constexpr int NV = Tile<KIND>::kPacks;
-  using RowFeed = Feed<T, TOKEN ? 3 : 1, NV, Tile<KIND>::kDealt>;  // x, scale, shift
+  using RowFeed = Feed<T, TOKEN ? 3 : 1, NV, true, Tile<KIND>::kDealt>;  // x, scale, shift
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ typename RowFeed::Signals signals;
   __shared__ float2 joints[2][Tile<KIND>::kMostThreads / 32];
@@ -90,6 +60,14 @@ __global__ void __launch_bounds__(Tile<KIND>::kMostThreads + kFeeders)
     if (shifted) feed.copy(stage, index, 2, shift_rows + row * p.shift.row_stride);
   };
 
+  let_next_kernel_start();
+  if (!TOKEN && width >= kAskedWidth) {
+    if (feed.only_feeds()) {
+      feed.for_first_rows([&](int row) { bring_to_cache(x_rows + row * p.x.row_stride, width * sizeof(T)); });
+    } else {
+      for (const Array& a : {p.scale, p.shift}) bring_to_cache(a, at.batch, at.modulation_row, feed.column(0));
+    }
+  }
   feed.start();
   wait_for_previous_kernel();
   if (feed.only_feeds()) return feed.feed_all(fetch);
@@ -176,7 +154,6 @@ __global__ void __launch_bounds__(Tile<KIND>::kMostThreads + kFeeders)
       if (mine[v]) store_pack(y_rows + row * p.y.row_stride + feed.column(v), x);
     }
   }
-  let_next_kernel_start();
 }
 
 template <Access A, bool MEAN>
@@ -225,6 +202,13 @@ Pipeline pipeline_of(const Shape& shape) {
   return {std::clamp(Tiling::kMostThreads / threads, 1, kMostGroups), threads, 3};
 }
 
+// Rounded up to a power of two.
+int joined_warps(int threads) {
+  int warps = 1;
+  while (warps * 32 < threads) warps *= 2;
+  return warps;
+}
+
 template <Rows KIND>
 Segments segments_of(const Shape& shape) {
   return cut(shape, 1, pipeline_of<KIND>(shape).groups);
@@ -247,17 +231,12 @@ bool launch_rows(const LayerNormForward& p, cudaStream_t stream, cudaError_t* er
   // Wide rows that are dealt in advance run apart the more, the more are under way.
   pipeline.stages = stages_that_fit(stage_bytes, Tiling::kDealt && !tickets ? 2 : 3, 1);
   if (pipeline.stages == 0 || pipeline.threads > Tiling::kMostThreads) return false;
-  int joined = 1;  // warps of a group, rounded up to a power of two
-  while (joined * 32 < pipeline.threads) joined *= 2;
   const int bytes = static_cast<int>(pipeline.stages * stage_bytes);
   auto kernel = forward_rows<T, MEAN, KIND>;
-  *error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (*error == cudaSuccess && tickets) {
-    *error = cudaMemsetAsync(p.tickets, 0, segments.count * sizeof(unsigned), stream);
-  }
+  if (tickets) *error = cudaMemsetAsync(p.tickets, 0, segments.count * sizeof(unsigned), stream);
   if (*error != cudaSuccess) return true;
   *error = launch_fed(kernel, static_cast<unsigned>(segments.blocks()), pipeline.groups * pipeline.threads, kFeeders,
-                      !tickets, bytes, stream, p, segments, pipeline, joined);
+                      !tickets, bytes, stream, p, segments, pipeline, joined_warps(pipeline.threads));
   return true;
 }
 
@@ -278,6 +257,18 @@ bool launch_rows(const LayerNormForward& p, cudaStream_t stream, cudaError_t* er
   return false;
 }
 
+template <typename T>
+cudaError_t launch_few(const LayerNormForward& p, cudaStream_t stream) {
+  constexpr int R = 8 / sizeof(T);
+  const bool one = p.shape.batch * p.shape.tokens <= kOneRow;
+  const Segments segments = few_rows_grid(p.shape, one ? 1 : R, false).rows;
+  const int threads = threads_for(p.shape.width);
+  auto kernel = one ? forward_few<T, true, 1> : forward_few<T, true, R>;
+  if (!p.mean) kernel = one ? forward_few<T, false, 1> : forward_few<T, false, R>;
+  return launch_early(kernel, static_cast<unsigned>(segments.blocks()), threads, 0, stream, p, segments,
+                      joined_warps(threads));
+}
+
 // false: nothing was launched, since these arrays do not allow rows in 16-byte pieces, or as above.
 bool launch_rows(const LayerNormForward& p, cudaStream_t stream, cudaError_t* error) {
   const bool per_token = row_per_token(p.shape);
@@ -287,6 +278,14 @@ bool launch_rows(const LayerNormForward& p, cudaStream_t stream, cudaError_t* er
     for (const Array& a : {p.scale, p.shift}) fits = fits && aligned(a) && (!a.data || a.dtype == p.x.dtype);
   }
   if (!fits) return false;
+  if (!per_token && p.shape.batch * p.shape.tokens <= kFewForwardRows && threads_for(p.shape.width) <= kFewThreads) {
+    switch (p.x.dtype) {
+      case Dtype::float32: *error = launch_few<float>(p, stream); break;
+      case Dtype::float16: *error = launch_few<__half>(p, stream); break;
+      default: *error = launch_few<__nv_bfloat16>(p, stream);
+    }
+    return true;
+  }
   switch (p.x.dtype) {
     case Dtype::float32: return launch_rows<float>(p, stream, error);
     case Dtype::float16: return launch_rows<__half>(p, stream, error);

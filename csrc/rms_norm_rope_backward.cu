@@ -235,8 +235,6 @@ bool launch_rows(const RopeBackward& p, unsigned* blocks, cudaStream_t stream, c
   const Teams teams = teams_of<T>(p);
   if (teams.stages == 0) return false;
   auto kernel = backward_rows<T, A, turn_rows<T>(), kPacks, kBlocks, SUMS>;
-  *error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, teams.bytes);
-  if (*error != cudaSuccess) return true;
   *blocks = teams.blocks;
   *error = launch_early(kernel, teams.blocks, teams.threads, teams.bytes, stream, p, teams.segments, teams.stages);
   return true;
@@ -253,6 +251,7 @@ unsigned any_blocks(const RopeBackward& p) {
 }  // namespace
 
 int64_t rope_backward_partials(const RopeBackward& p) {
+  if (p.dweight == nullptr) return 0;
   int64_t blocks = any_blocks(p);
   if (p.by_head) return std::max<int64_t>(blocks, rms_norm_heads_blocks(p)) * p.head_width;
   launch_for_types(p, [&](auto types) {

@@ -128,8 +128,6 @@ bool launch_rows(const RopeForward& p, cudaStream_t stream, cudaError_t* error) 
   const Teams teams(p.shape, p.head_width, NV, kMostThreads, 1, stage_bytes, BLOCKS * kMostThreads / 32, kStages);
   if (teams.stages == 0) return false;
   auto kernel = forward_rows<T, A, NV, BLOCKS>;
-  *error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, teams.bytes);
-  if (*error != cudaSuccess) return true;
   *error = launch_early(kernel, teams.blocks, teams.threads, teams.bytes, stream, p, teams.segments, teams.stages);
   return true;
 }

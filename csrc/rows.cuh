@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "launch.cuh"
 #include "pack.cuh"
 
 namespace adaptiveload {
@@ -30,13 +31,6 @@ struct Place {
     first = static_cast<int64_t>(modulation_row) * segments.tokens;
   }
 };
-
-inline int device_attribute(cudaDeviceAttr attribute) {
-  int device = 0, value = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&value, attribute, device);
-  return value;
-}
 
 // With one modulation row per token there is no run of tokens that shares one: sums go over the whole batch item.
 inline bool row_per_token(const Shape& shape) { return shape.rows == shape.tokens && shape.rows > 1; }

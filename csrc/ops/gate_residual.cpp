@@ -37,12 +37,8 @@ std::vector<Tensor> gate_residual_backward(const Tensor& grad, const Optional& y
   p.dy = gradients.rows(1, shape.tokens, y_dtype);
   p.dgate = gradients.rows(2, gate);
   p.dgate_table = gradients.columns(3);
-  Tensor partials;
-  if (gradients.wants(2) || gradients.wants(3)) {
-    if (!y.has_value()) refuse("the gate's gradient needs y");
-    partials = empty(grad, {adaptiveload::gate_backward_partials(shape)}, ScalarType::Float);
-    p.partials = static_cast<float*>(partials.data_ptr());
-  }
+  if ((gradients.wants(2) || gradients.wants(3)) && !y.has_value()) refuse("the gate's gradient needs y");
+  p.partials = workspace(grad, adaptiveload::gate_backward_partials(p), copies);
   check(adaptiveload::gate_residual_backward(p, current_stream(grad)), "gate_residual_backward");
   return gradients.found;
 }

@@ -70,11 +70,7 @@ std::vector<Tensor> gate_residual_layer_norm_modulate_backward(
   p.dbias = gradients.columns(7);
   p.dscale_table = gradients.columns(8);
   p.dshift_table = gradients.columns(9);
-  Tensor partials;
-  if (needs >> 2 != 0) {
-    partials = empty(residual, {adaptiveload::gated_norm_backward_partials(shape)}, ScalarType::Float);
-    p.partials = static_cast<float*>(partials.data_ptr());
-  }
+  p.partials = workspace(residual, needs >> 2 != 0 ? adaptiveload::gated_norm_backward_partials(shape) : 0, copies);
   check(adaptiveload::gate_residual_layer_norm_modulate_backward(p, current_stream(residual)),
         "gate_residual_layer_norm_modulate_backward");
   return gradients.found;

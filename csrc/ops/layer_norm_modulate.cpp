@@ -60,11 +60,7 @@ std::vector<Tensor> layer_norm_modulate_backward(const Tensor& grad, const Tenso
   p.dbias = gradients.columns(4);
   p.dscale_table = gradients.columns(5);
   p.dshift_table = gradients.columns(6);
-  Tensor partials;
-  if (needs >> 1 != 0) {
-    partials = empty(x, {adaptiveload::layer_norm_backward_partials(shape)}, ScalarType::Float);
-    p.partials = static_cast<float*>(partials.data_ptr());
-  }
+  p.partials = workspace(x, adaptiveload::layer_norm_backward_partials(p), copies);
   check(adaptiveload::layer_norm_modulate_backward(p, current_stream(x)), "layer_norm_modulate_backward");
   return gradients.found;
 }

@@ -39,11 +39,13 @@ inline Dtype dtype_of(ScalarType type) {
 
 constexpr int64_t kColumns = -1;  // for `rows` of an operand that is [D]
 
-// For want of memory, which is what a call of torch that is given sound tensors fails of. Not TORCH_ERROR_CODE_CHECK: it
-// words its error in a std::stringstream, which crashed the process instead where the compiler's libstdc++ is not the
-// one that torch was built with (g++ of its own beside torch 2.11.0+cu130).
+// A call of torch that is given sound tensors fails for want of memory, or because an earlier kernel did. Not
+// TORCH_ERROR_CODE_CHECK: it words its error in a std::stringstream, which crashed the process instead where the
+// compiler's libstdc++ is not the one that torch was built with (g++ of its own beside torch 2.11.0+cu130).
 inline void check_memory(AOTITorchError error, int64_t elements) {
   if (error == TORCH_SUCCESS) return;
+  const cudaError_t earlier = cudaPeekAtLastError();
+  if (earlier != cudaSuccess && earlier != cudaErrorMemoryAllocation) refuse(cudaGetErrorString(earlier));
   throw std::runtime_error("CUDA out of memory. adaptiveload could not allocate " + std::to_string(elements) +
                            " elements.");
 }
@@ -123,6 +125,13 @@ inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> sizes, Sc
                                         like.get_device_index(), &made),
                elements);
   return Tensor(made);
+}
+
+// `floats` to work with, which live as long as `kept`; none for 0.
+inline float* workspace(const Tensor& like, int64_t floats, std::vector<Tensor>& kept) {
+  if (floats == 0) return nullptr;
+  kept.push_back(empty(like, {floats}, ScalarType::Float));
+  return static_cast<float*>(kept.back().data_ptr());
 }
 
 inline cudaStream_t current_stream(const Tensor& x) {

@@ -59,11 +59,7 @@ std::vector<Tensor> rms_norm_modulate_backward(const Tensor& grad, const Tensor&
   p.dscale = gradients.rows(1, scale);
   p.dshift = gradients.shift(2, rows, shift_dtype);
   p.dweight = gradients.columns(3);
-  Tensor partials;
-  if (needs >> 1 != 0) {
-    partials = empty(x, {adaptiveload::layer_norm_backward_partials(shape)}, ScalarType::Float);
-    p.partials = static_cast<float*>(partials.data_ptr());
-  }
+  p.partials = workspace(x, adaptiveload::layer_norm_backward_partials(p), copies);
   check(adaptiveload::layer_norm_modulate_backward(p, current_stream(x)), "rms_norm_modulate_backward");
   return gradients.found;
 }

@@ -95,12 +95,8 @@ std::vector<Tensor> rms_norm_rope_backward(const Tensor& grad, const Tensor& x, 
   Gradients gradients(x, shape, needs), columns(x, normed, needs);
   p.dx = gradients.rows(0, shape.tokens, x.scalar_type());
   p.dweight = columns.columns(1);
-  Tensor partials;
-  if (columns.wants(1)) {
-    gradients.found.push_back(columns.found.back());
-    partials = empty(x, {adaptiveload::rope_backward_partials(p)}, ScalarType::Float);
-    p.partials = static_cast<float*>(partials.data_ptr());
-  }
+  if (columns.wants(1)) gradients.found.push_back(columns.found.back());
+  p.partials = workspace(x, adaptiveload::rope_backward_partials(p), copies);
   check(adaptiveload::rms_norm_rope_backward(p, current_stream(x)), "rms_norm_rope_backward");
   return gradients.found;
 }

@@ -87,14 +87,18 @@ def test_weight_bias_and_tables_get_exact_gradients(width, rows, tables, affine)
 
 
 @pytest.mark.parametrize("width", [520, 1536, 2432, 3072, 5120])
-@pytest.mark.parametrize("tokens", [1037, 8200])  # fetched ahead of time; the latter, if wide, dealt by tickets
-def test_many_rows_are_shared_among_groups_and_blocks(width, tokens):
-    inputs = {"x": make_x(2, tokens, width, torch.bfloat16, DEVICE)}
-    inputs["scale"] = make_modulation(2, 1, width, torch.float32, DEVICE, index=1)
-    inputs["shift"] = make_modulation(2, 1, width, torch.float32, DEVICE, index=0)
-    check_norm(inputs, out_dtype=torch.bfloat16)
-    gated = {"x": inputs["x"], "y": make_x(2, tokens, width, torch.bfloat16, DEVICE), "gate": inputs["scale"]}
-    check_gate(gated, out_dtype=torch.bfloat16)
+@pytest.mark.parametrize(  # fetched ahead of time; the last, if wide, dealt by tickets
+    ("tokens", "rows", "kind"),
+    [(1037, 1, torch.bfloat16), (1037, 17, torch.float16), (1037, 1, torch.float32), (8200, 1, torch.bfloat16)],
+    ids=str,
+)
+def test_many_rows_are_shared_among_groups_and_blocks(width, tokens, rows, kind):
+    inputs = {"x": make_x(2, tokens, width, kind, DEVICE)}
+    inputs["scale"] = make_modulation(2, rows, width, torch.float32, DEVICE, index=1)
+    inputs["shift"] = make_modulation(2, rows, width, torch.float32, DEVICE, index=0)
+    check_norm(inputs, out_dtype=kind)
+    gated = {"x": inputs["x"], "y": make_x(2, tokens, width, kind, DEVICE), "gate": inputs["scale"]}
+    check_gate(gated, out_dtype=kind)
 
 
 @pytest.mark.parametrize("tokens", [3, 300, 900])  # few rows: one kernel makes everything

@@ -206,6 +206,8 @@ import torch
 from adaptiveload_hf.adaln import ops
 x = torch.randn(2, 4096, 4096, device="cuda", requires_grad=True)
 scale = torch.randn(2, 4096, 4096, device="cuda").transpose(1, 2)
+ops.layer_norm_modulate(x, scale).sum().backward()  # CUDA loads a kernel's code when it first runs
+torch.cuda.empty_cache()
 held = torch.empty(torch.cuda.mem_get_info()[0] - {left} * 2**20, dtype=torch.uint8, device="cuda")
 try:
     ops.layer_norm_modulate(x, scale)
@@ -218,7 +220,9 @@ ops.layer_norm_modulate(x, scale).sum().backward()
 torch.cuda.synchronize()
 """
     done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
-    assert done.returncode == 0, (lacks, done.returncode, done.stdout, done.stderr[-2000:])
+    assert done.returncode == 0, (
+        f"{lacks}: {done.returncode}, {done.stdout}, {done.stderr[:1500]} ... {done.stderr[-500:]}"
+    )
 
 
 def test_an_extension_for_another_gpu_is_named_and_triton_runs():

@@ -70,6 +70,12 @@ def test_absent_operands_drop_out_with_their_offsets(rows, weight, offsets, widt
     check(inputs, scale_offset=offsets[0], weight_offset=offsets[1], out_dtype=torch.bfloat16)
 
 
+@pytest.mark.parametrize("width", [1536, 3072, 5120])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_many_rows_are_shared_among_groups_and_blocks(width, kind):
+    check(make_inputs(2, 1037, width, kind=kind), out_dtype=kind)
+
+
 @pytest.mark.parametrize("kinds", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("width", [96, 31])

@@ -75,8 +75,9 @@ SHAPES = [
 
 @pytest.mark.parametrize(("heads", "head_width"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_output_and_gradients_are_as_close_to_float64_as_eager(heads, head_width, dtype):
-    check(make_inputs(2, 37, heads, head_width, dtype), make_tables(37, head_width), heads)
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 37), (1, 700), (2, 37), (2, 601)])
+def test_output_and_gradients_are_as_close_to_float64_as_eager(heads, head_width, dtype, batch, tokens):
+    check(make_inputs(batch, tokens, heads, head_width, dtype), make_tables(tokens, head_width), heads)
 
 
 @pytest.mark.parametrize("table_batch", [1, 3])
