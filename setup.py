@@ -73,6 +73,8 @@ def extension_options(torch) -> dict:
         sources=[str(path) for pattern in ("*.cu", "ops/*.cpp") for path in sorted(Path("csrc").glob(pattern))],
         depends=[str(path) for pattern in ("*.h", "*.cuh", "ops/*.h") for path in sorted(Path("csrc").glob(pattern))],
         extra_compile_args={"cxx": flags, "nvcc": [*flags, "--threads=4"]},
+        # Where the compiler brings libstdc++ as an archive, its streams would mix with those of torch's and crash.
+        extra_link_args=["-Wl,--exclude-libs,ALL"],
         py_limited_api=True,
     )
     return {

@@ -71,6 +71,7 @@ def test_the_users_own_architecture_list_is_kept(build, monkeypatch, tmp_path):
     assert build.os.environ["TORCH_CUDA_ARCH_LIST"] == "9.0"
     assert options["options"] == {"bdist_wheel": {"py_limited_api": "cp310"}}
     assert captured["py_limited_api"] is True
+    assert captured["extra_link_args"] == ["-Wl,--exclude-libs,ALL"]
     assert {"csrc/gate_residual.cu", "csrc/ops/gate_residual.cpp"} <= set(captured["sources"])
     target = "-DTORCH_TARGET_VERSION=0x020b000000000000"
     assert all({target, "-DUSE_CUDA"} <= set(flags) for flags in captured["extra_compile_args"].values())
@@ -121,3 +122,16 @@ def test_kernels_compile_without_spills_and_warnings():
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall("no spill, no warning", done.stdout)) == 2 * len(list(ROOT.glob("csrc/*.cu")))
+
+
+@pytest.mark.gpu
+def test_an_error_inside_the_extension_arrives_with_its_words():
+    from adaptiveload_hf.adaln.extension import load_problem
+
+    if load_problem is not None:
+        pytest.skip(load_problem)
+    # In a process of its own: words put together by another libstdc++ than torch's ended it.
+    code = "import torch, adaptiveload_hf.adaln.ops; torch.ops.adaptiveload.device_error(99)"
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1
+    assert re.search(r"RuntimeError: .*(device_guard|device)", done.stderr), done.stderr[-500:]
