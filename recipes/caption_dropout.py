@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from flow_matching import occurrence_names
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from adaptiveload_hf import UserError
@@ -20,7 +21,7 @@ def make_caption_dropout(proportion: float, dataset_dir, seed: int):
         dataset_dir: output_dir of prepare_dataset.py; holds empty_prompt_embeds.safetensors.
 
     Raises:
-        UserError: no share of samples, or no such file.
+        UserError: no share of samples, or no such file, or a damaged one.
     """
     if not 0 <= proportion <= 1:
         raise UserError(f"--proportion_empty_prompts is between 0 and 1, but it is {proportion}.")
@@ -32,7 +33,12 @@ def make_caption_dropout(proportion: float, dataset_dir, seed: int):
             f"--proportion_empty_prompts needs the embedding of the empty caption, but there is no {path}. Give the "
             "prepare_dataset.py command of this dataset again: it adds what is missing."
         )
-    empty = load_file(path)
+    try:
+        empty = load_file(path)
+    except SafetensorError as error:
+        raise UserError(
+            f"{path} is damaged: {error}. Remove it, and give the prepare_dataset.py command again."
+        ) from None
 
     def drop(batch: dict, epoch: int) -> dict:
         dropped = torch.tensor(

@@ -33,7 +33,7 @@ from training_arguments import (
     add_run_arguments,
     add_scheduler_arguments,
     add_validation_arguments,
-    compare_arguments,
+    check_arguments,
     make_parser,
 )
 from training_loop import init_trackers, run_micro_step, run_steps, say_start
@@ -88,7 +88,7 @@ def main():
 
 
 def train(accelerator, args):
-    compare_arguments(args)
+    check_arguments(args)
     set_seed(args.seed)  # the same on all ranks: FSDP2 shards what each rank holds and broadcasts nothing
     output_dir = Path(args.output_dir)
     checkpoint = find_checkpoint(accelerator, output_dir, args.resume_from_checkpoint)

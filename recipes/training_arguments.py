@@ -3,9 +3,11 @@
 import argparse
 import math
 
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import LoggerType
 from diffusers.optimization import SchedulerType
 
+from adaptiveload_hf import UserError
 from adaptiveload_hf.buckets.ranks import compare_ranks
 
 
@@ -43,12 +45,19 @@ def at_least(low: float, *, above: bool = False):
     return parse
 
 
-def compare_arguments(args) -> None:
-    """Ranks that were started with other arguments would wait for each other at a save or at the end. A collective.
+def check_arguments(args) -> None:
+    """What argparse cannot see. A collective.
 
     Raises:
-        UserError: on all ranks; names the argument, the rank and both values.
+        UserError: a tracker that is not installed, which accelerate would leave out without a word; or ranks that were
+            started with other arguments, and would wait for each other at a save or at the end.
     """
+    trackers = [str(tracker) for tracker in get_available_trackers()]
+    if args.report_to not in ("none", "all", *trackers):
+        raise UserError(
+            f"--report_to {args.report_to}: it is not installed; here are {', '.join(trackers) or 'no trackers'}. "
+            f"`pip install {args.report_to}`, or choose another or none (metrics.jsonl is written always)."
+        )
     # A machine may have its own copies of these; what is in them is compared where it counts.
     own = {
         "pretrained_model_name_or_path",

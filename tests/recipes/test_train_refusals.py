@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -62,6 +63,14 @@ def test_a_number_that_makes_no_sense_is_wrong_usage(words, said, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_a_tracker_that_is_not_installed_is_named_and_not_left_out(setup, tmp_path, monkeypatch):
+    monkeypatch.setattr("training_arguments.get_available_trackers", lambda: ["tensorboard"])
+    with pytest.raises(
+        UserError, match=r"--report_to wandb: it is not installed; here are tensorboard\. `pip install"
+    ):
+        train_here(setup, tmp_path / "run", report_to="wandb")
+
+
 def test_a_checkpoint_that_is_not_there_is_named_with_those_that_are(setup, tmp_path):
     (tmp_path / "checkpoint-4").mkdir()
     with pytest.raises(UserError, match=r"checkpoint-9: no such folder; .* holds checkpoint-4"):
@@ -88,6 +97,10 @@ def test_fewer_samples_than_an_optimizer_step_needs_are_refused(setup, tmp_path)
 def test_caption_dropout_without_the_empty_caption_is_refused_before_the_first_step(setup, tmp_path):
     with pytest.raises(UserError, match=r"there is no .*empty_prompt_embeds\.safetensors\. Give the prepare_dataset"):
         train_here(setup, tmp_path / "run", "--proportion_empty_prompts", 0.1)
+    damaged = shutil.copytree(setup.dataset, tmp_path / "damaged")
+    (damaged / "empty_prompt_embeds.safetensors").write_bytes(b"half a file")
+    with pytest.raises(UserError, match=r"empty_prompt_embeds\.safetensors is damaged: .*Remove it, and give"):
+        train_here(setup, tmp_path / "run", "--proportion_empty_prompts", 0.1, dataset=damaged)
     with pytest.raises(UserError, match=r"between 0 and 1, but it is 1\.5"):
         train_here(setup, tmp_path / "run", "--proportion_empty_prompts", 1.5)
 
