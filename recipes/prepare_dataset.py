@@ -239,6 +239,8 @@ def finish(args, family: Family, folder: Path, plan: Plan, listing: Listing, fai
     index = make_index(rows, places, args.max_sequence_length)
     cut = cut_captions(kept, folder / family.tokenizer, args.max_sequence_length)
     resized = describe_resizing([(sample.row["file"], sample.seen.footage, sample.bucket) for sample in kept])
+    used = {row["file"] for row in rows}
+    listing.without_caption = [file for file in listing.without_caption if file in used]
     counts = write_report(output_dir, index, listing, {**changes, "resized": resized, "captions_cut": cut})
     replace_dataset(output_dir, index, plan.before)
     print_changes(changes)

@@ -103,7 +103,7 @@ def test_the_good_samples_of_a_bad_folder_are_kept_and_all_else_is_listed_before
         '{"file_name": "./a.png", "text": "another"}',
         '{"file_name": "a.mp4", "text": "ein Clip, schön"}',
         '{"file_name": "sub/a.png"}',
-        '{"file_name": "sub/a.mp4", "text": "short"}',
+        '{"file_name": "sub/a.mp4", "text": ""}',
         '{"file_name": "B.JPEG", "text": "upper case"}',
         '{"file_name": "../outside.png", "text": "out"}',
         f'{{"file_name": "{tmp_path}/outside.png", "text": "out"}}',
