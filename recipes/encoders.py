@@ -1,6 +1,7 @@
 """How do the pipelines of Wan (text or image to video) and SD3 make latents of frames, and embeddings of captions?"""
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,6 +183,8 @@ def load_text_encoder(
         from diffusers import StableDiffusion3Pipeline as kind  # here: it warns where torchvision is not installed
 
         more = {"prompt_2": None, "prompt_3": None}
+    # It warns three times of a caption that is cut; the report lists these under captions_cut.
+    logging.getLogger(kind.__module__).setLevel(logging.ERROR)
     pipe = kind(vae=None, transformer=None, scheduler=FlowMatchEulerDiscreteScheduler(), **parts).to(device)
 
     @torch.no_grad()
