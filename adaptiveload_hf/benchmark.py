@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 
 from .buckets.cost import Measurement, MemoryModel, read_measurements
 from .buckets.fit import fit_memory_model
-from .buckets.points import Point, choose_points
+from .buckets.points import Point, choose_points, work_of
 from .buckets.shapes import LatentShape, TokenGeometry
 from .device_memory import (
     available_gib,
@@ -64,7 +64,7 @@ def measure_shapes(
     Returns:
         All measurements, the same on every rank.
     """
-    max_tokens, climbed, measured = None, {}, []
+    max_tokens, least_work, climbed, measured = None, 0.0, {}, []
     for _ in range(min(MOST_CLIMBS, max_points - 3)):
         points = choose_points(shapes, geometry, max_points=max_points, max_tokens=max_tokens)
         first = points[0]
@@ -73,7 +73,11 @@ def measure_shapes(
         climbed |= dict.fromkeys([first, last])
         seconds = {(m.shape, m.batch_size): m.seconds for m in measured if not m.oom}
         reached = seconds.get((str(last.shape), last.batch_size))
-        if reached is None or reached >= OFF_THE_FLOOR * seconds[str(first.shape), first.batch_size]:
+        if reached is None:
+            break
+        floor = seconds[str(first.shape), first.batch_size]
+        if reached >= OFF_THE_FLOOR * floor:
+            least_work = last.work * floor / reached / 2
             break
         max_tokens = 4 * last.all_tokens
     while len(climbed) < max_points - 2:
@@ -83,7 +87,8 @@ def measure_shapes(
             break
         measured = measure_steps(accelerator, run_step, [last], output_path=output_path)
         climbed[last] = None
-    points = choose_points(shapes, geometry, max_points=max_points, max_tokens=max_tokens, measured=climbed)
+    limits = {"max_points": max_points, "max_tokens": max_tokens, "least_work": least_work}
+    points = choose_points(shapes, geometry, **limits, measured=climbed)
     return measure_steps(accelerator, run_step, points, output_path=output_path)
 
 
@@ -279,16 +284,13 @@ def _memory_law(measurements: list[Measurement]) -> MemoryModel | None:
 
 
 def _remaining_seconds(accelerator: Accelerator, points: list[Point], measurements: list[Measurement]) -> float | None:
-    """Guessed from the largest step so far, as if linear and quadratic work were equal at 20,000 tokens."""
-    timed = [m for m in measurements if not m.oom]
+    """Guessed from the step with the most work so far."""
+    timed = [(work_of(m.tokens, m.batch_size), m.seconds) for m in measurements if not m.oom]
     if not timed:
         return None
-
-    def work(point) -> float:
-        return point.batch_size * point.tokens * (1 + point.tokens / 20_000)
-
-    largest, shortest = max(timed, key=work), min(m.seconds for m in timed)
-    seconds = [max(shortest, largest.seconds * work(point) / work(largest)) for point in points]
+    work, longest = max(timed)
+    shortest = min(seconds for _, seconds in timed)
+    seconds = [max(shortest, longest * point.work / work) for point in points]
     steps = [3 if s >= LONG_STEP_SECONDS else WARM_UP_STEPS + LEAST_REPEATS for s in seconds]
     return sum(s * n for s, n in zip(seconds, steps)) * accelerator.gradient_accumulation_steps
 

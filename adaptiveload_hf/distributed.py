@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .buckets.ranks import data_rank_and_size
-from .errors import UserError
+from .errors import UserError, mistake_in
 
 __all__ = ["all_ranks_fail_together", "data_rank_and_size", "make_accelerator", "model_input_dtype", "strategy_of"]
 
@@ -121,12 +121,13 @@ def _leave(accelerator: Accelerator, error: BaseException) -> None:
         return
     # All ranks often meet the same mistake: the main process says it first. Any other error may be the echo of a
     # rank that is already gone ("connection closed by peer"), so the rank with the true reason gets time to speak.
-    if not isinstance(error, UserError):
+    mistake = mistake_in(error)
+    if mistake is None:
         time.sleep(3)
     elif not accelerator.is_main_process:
         time.sleep(1)
     get_error_handler().record_exception(error)
-    reason = f"error: {error}" if isinstance(error, UserError) else "".join(traceback.format_exception(error))
+    reason = f"error: {mistake}" if mistake is not None else "".join(traceback.format_exception(error))
     print(
         f"adaptiveload: rank {accelerator.process_index} of {accelerator.num_processes}: {reason}",
         file=sys.stderr,

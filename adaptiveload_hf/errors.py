@@ -3,17 +3,21 @@
 import sys
 from contextlib import contextmanager
 
-# A path that the caller gave is taken, lies under a file, or may not be written.
-_PATH_ERRORS = (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
-
 
 class UserError(ValueError):
     """A mistake that the caller can mend. The message says what was expected, what was found and what to do."""
 
 
+def mistake_in(error: BaseException | None) -> str | None:
+    """What the caller can mend of it, in words: a UserError, or a path that cannot be used; None if it is neither."""
+    if isinstance(error, OSError) and error.filename is not None:  # those of the network have none
+        return f"{error}. Give another path, or make this one usable."
+    return str(error) if isinstance(error, UserError) else None
+
+
 @contextmanager
 def exit_on_user_error(program: str):
-    """Turns a UserError or an unusable path into `<program>: error: <message>` on stderr and exit status 1.
+    """Turns a UserError or a path that cannot be used into `<program>: error: <message>` on stderr and exit status 1.
 
     Args:
         program: the name to print, as in `with exit_on_user_error("train_wan.py"): main()`.
@@ -23,7 +27,7 @@ def exit_on_user_error(program: str):
     """
     try:
         yield
-    except UserError as error:
-        sys.exit(f"{program}: error: {error}")
-    except _PATH_ERRORS as error:
-        sys.exit(f"{program}: error: {error}. Give another path, or make this one usable.")
+    except (UserError, OSError) as error:
+        if (words := mistake_in(error)) is None:
+            raise
+        sys.exit(f"{program}: error: {words}")

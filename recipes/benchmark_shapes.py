@@ -41,6 +41,7 @@ from adaptiveload_hf.errors import exit_on_user_error
 
 # By the class of the pipeline's transformer: the module with what is its own.
 FAMILIES = {family.MODEL_CLASS.__name__: family for family in (wan_training, sd3_training)}
+LEAST_POINTS = 5
 LONGEST_CHECK_SECONDS = 60  # of steps with the largest planned micro-batch; a longer one is left to the run
 
 
@@ -61,6 +62,8 @@ def parse_args(argv=None) -> argparse.Namespace:
         parser.error("give either --pretrained_model_name_or_path PIPELINE or --config CONFIG")
     if (args.dataset is None) == (args.shapes is None):
         parser.error("give either --dataset PREPARED or --shapes FILE")
+    if args.max_points < LEAST_POINTS:
+        parser.error(f"--max_points must be at least {LEAST_POINTS} to tell any law, but it is {args.max_points}")
     return args
 
 
@@ -130,8 +133,7 @@ def benchmark(accelerator, args, dataset, counts, output_dir: Path, max_points: 
     run_step = make_run_step(accelerator, args, family, sizes)
     path = output_dir / "measurements.jsonl"
     # One of the points is kept for the largest micro-batch of the plan.
-    points = max(4, max_points - 1)
-    measurements = measure_shapes(accelerator, run_step, counts, geometry, max_points=points, output_path=path)
+    measurements = measure_shapes(accelerator, run_step, counts, geometry, max_points=max_points - 1, output_path=path)
 
     def plan_from(measurements) -> BucketConfig:
         config = BucketConfig.from_measurements(
@@ -233,13 +235,19 @@ def keep_one_setup(output_dir: Path, setup: dict):
     """
     path = output_dir / "benchmark_setup.json"
     if path.exists():
-        earlier = json.loads(path.read_text())
-        differences = [
-            f"{part}.{name}: {earlier[part].get(name)} there, {value} now"
-            for part, values in setup.items()
-            for name, value in values.items()
-            if earlier[part].get(name) != value
-        ]
+        try:
+            earlier = json.loads(path.read_text(encoding="utf-8"))
+            differences = [
+                f"{part}.{name}: {earlier[part].get(name)} there, {value} now"
+                for part, values in setup.items()
+                for name, value in values.items()
+                if earlier[part].get(name) != value
+            ]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{path} should say what the measurements beside it were made with, but it is damaged ({error!r}). "
+                "Choose another --output_dir, or remove that folder to measure again."
+            ) from None
         if differences:
             raise UserError(
                 f"{output_dir} holds measurements of another set-up:\n  " + "\n  ".join(differences) + "\nChoose "

@@ -240,6 +240,24 @@ def test_the_climb_off_the_floor_counts_among_the_points(accelerator, clock, tmp
     assert max(m.seconds for m in found) > 3 * min(m.seconds for m in found)
 
 
+def test_a_high_floor_neither_fills_with_points_nor_makes_those_of_long_shapes_take_minutes(
+    accelerator, clock, tmp_path
+):
+    shapes = [LatentShape(1, 32, 32), *SHAPES]
+    steps = {}
+
+    def run_step(shape, batch_size):
+        tokens = TokenGeometry().tokens(shape)
+        steps[shape, batch_size] = max(1.6, batch_size * (4e-5 * tokens + 3e-9 * tokens**2))
+        clock[0] += steps[shape, batch_size]
+
+    measure_shapes(accelerator, run_step, shapes, TokenGeometry(), output_path=tmp_path / "measurements.jsonl")
+    assert len(steps) == 12
+    shortest = [seconds for (shape, _), seconds in steps.items() if shape == shapes[0]]
+    assert max(steps.values()) <= 1.5 * max(shortest)
+    assert sum(seconds == 1.6 for seconds in steps.values()) <= 4
+
+
 def measure_peaks(accelerator, device, clock, tmp_path, gib_of_tokens):
     """Steps above the floor of seconds from the first climb on; their peaks as given."""
 

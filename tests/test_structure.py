@@ -18,7 +18,7 @@ TOP_LEVEL = {
 # From the bottom up; a module imports only from rows before its own (see docs/design.md).
 LAYERS = [
     {"errors", "adaln.extension", "adaln.first_call", "adaln.runtime", "adaln.source", "adaln.tested_sources"},
-    {"adaln.projections", "adaln.triton_kernels"},
+    {"adaln.projections", "adaln.triton_kernels", "buckets.shapes"},
     {"adaln.triton_ops"},
     {
         "adaln.adapters",
@@ -27,7 +27,6 @@ LAYERS = [
         "buckets.collate",
         "buckets.cost",
         "buckets.latent_files",
-        "buckets.shapes",
         "device_memory",
         "environment",
         "figures",

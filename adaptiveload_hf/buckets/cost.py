@@ -10,7 +10,9 @@ from typing import ClassVar
 import numpy as np
 
 from ..errors import UserError
+from .shapes import LatentShape
 
+_LARGEST = 1e12  # of what is measured; infinity and NaN are not below it
 _MOST_TOKENS = 1 << 53  # where memory does not grow; whole in float64
 
 
@@ -52,17 +54,23 @@ class Measurement:
         """
         try:
             values = json.loads(line)
-            values["rank_seconds"] = tuple(values.get("rank_seconds", ()))
-            measurement = cls(**values)
-            numbers = (measurement.tokens, measurement.batch_size, measurement.seconds, measurement.peak_gib)
-            gib = (measurement.peak_gib, measurement.reserved_gib)
-            possible = np.isfinite((*numbers, *gib)).all() and min(numbers[:2]) >= 1 and min(gib) >= 0
+            measurement = cls(**{**values, "rank_seconds": tuple(values.get("rank_seconds", ()))})
+            LatentShape.parse(measurement.shape)
         except (ValueError, TypeError, AttributeError) as error:
             raise UserError(f"not a measurement: {error}") from None
+        counts = measurement.tokens, measurement.batch_size
+        numbers = (measurement.seconds, measurement.peak_gib, measurement.reserved_gib, *measurement.rank_seconds)
+        wrong_type = [n for n in counts if type(n) is not int] + [n for n in numbers if type(n) not in (int, float)]
+        if wrong_type or type(measurement.oom) is not bool:
+            raise UserError(
+                "tokens and batch_size must be whole numbers, seconds, GiB and rank_seconds numbers, oom true or "
+                f"false, but found {values}"
+            )
+        possible = min(counts) >= 1 and max(counts) < 1 << 31 and min(numbers) >= 0 and max(numbers) <= _LARGEST
         if not possible or (measurement.seconds <= 0 and not measurement.oom):
             raise UserError(
                 "tokens and batch_size must be at least 1, seconds above 0, peak_gib and reserved_gib at least 0, "
-                f"but found {(*numbers, measurement.reserved_gib)}"
+                f"but found {values}"
             )
         return measurement
 
@@ -77,7 +85,10 @@ def read_measurements(path: str | Path) -> tuple[list[Measurement], list[str]]:
         UserError: no such file.
     """
     if not Path(path).is_file():
-        raise UserError(f"Expected measurements in {path}, but there is no such file. Run benchmark_shapes.py first.")
+        raise UserError(
+            f"Expected a measurements.jsonl, but {path} is no file. Measure first (recipes/benchmark_shapes.py), or "
+            "name the file in a config's folder."
+        )
     measurements, problems = [], []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
         if not line.strip():

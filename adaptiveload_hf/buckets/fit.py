@@ -28,7 +28,7 @@ class CandidateFit:
     """One form, fitted to all steps. Errors are |predicted / measured - 1|.
 
     median_error, max_error: over the fitted steps.
-    leave_one_out_error: mean over the held-out groups (shapes) of the median error on a group the fit did not see.
+    leave_one_out_error: mean over shapes of the median error on those of its steps that a fit did not see.
     """
 
     model: CostModel
@@ -67,7 +67,7 @@ def fit_cost_model(measurements: Sequence[Measurement], kinds: str | Sequence[st
     """Fits seconds(B, S) and chooses the form that best predicts shapes it has not seen.
 
     Minimises the robust (Cauchy) loss of predicted / measured - 1 with non-negative parameters. The form with the
-    smallest leave-one-shape-out error wins. Deterministic, and independent of the order of the measurements.
+    smallest error on shapes left out wins. Deterministic, and independent of the order of the measurements.
 
     Args:
         measurements: timed points; those marked `oom` are left out.
@@ -84,24 +84,47 @@ def fit_cost_model(measurements: Sequence[Measurement], kinds: str | Sequence[st
     timed = sorted((m for m in measurements if not m.oom), key=lambda m: (m.batch_size, m.tokens, m.seconds, m.shape))
     _check_points(timed)
     batch, tokens, seconds = np.array([(m.batch_size, m.tokens, m.seconds) for m in timed], dtype=np.float64).T
-    held_out = tokens if len(np.unique(tokens)) > 2 else np.arange(len(timed))
-    names = tuple(map(_name, timed))
-    return fit_steps(TimedSteps(batch[:, None, None], tokens[:, None, None], seconds, names, held_out), wanted)
+    steps = TimedSteps(batch[:, None, None], tokens[:, None, None], seconds, tuple(map(_name, timed)))
+    return fit_steps(steps, _left_out(tokens), wanted)
 
 
-def fit_steps(steps: TimedSteps, kinds: Sequence[str] = tuple(FORMS)) -> CostFit:
-    """`fit_cost_model` for steps that may mix micro-batches; whether they tell enough is the caller's to check."""
+def _left_out(tokens: np.ndarray) -> list[list[np.ndarray]]:
+    """For each shape, which points are left out together: all of a shape between others, singly those of an outer one.
+
+    Without an outer shape the others would have to be extrapolated, which no plan does.
+    """
+    rounds, outer = [], (tokens.min(), tokens.max())
+    for one in np.unique(tokens):
+        points = np.flatnonzero(tokens == one)
+        if one not in outer:
+            rounds.append([points])
+        elif len(points) > 1:
+            rounds.append(list(points[:, None]))
+    return rounds
+
+
+def fit_steps(
+    steps: TimedSteps, left_out: Sequence[Sequence[np.ndarray]], kinds: Sequence[str] = tuple(FORMS)
+) -> CostFit:
+    """`fit_cost_model` for steps that may mix micro-batches; whether they tell enough is the caller's to check.
+
+    left_out: rounds, each of groups of steps (indices) that are left out together.
+    """
     candidates = {}
     for kind in dict.fromkeys([*kinds, PowerLaw.kind]):
         model = fit_form(kind, steps)
         errors = relative_errors(model, steps)
-        unseen = []
-        for group in np.unique(steps.held_out):
-            out = steps.held_out == group
-            unseen.append(np.median(relative_errors(fit_form(kind, steps.take(~out)), steps.take(out))))
-        candidates[kind] = CandidateFit(model, float(np.median(errors)), float(errors.max()), float(np.mean(unseen)))
+        unseen = [[_unseen_errors(kind, steps, out) for out in groups] for groups in left_out]
+        unseen_error = float(np.mean([np.median(np.concatenate(found)) for found in unseen]))
+        candidates[kind] = CandidateFit(model, float(np.median(errors)), float(errors.max()), unseen_error)
     best = min(kinds, key=lambda kind: candidates[kind].leave_one_out_error)
     return CostFit(candidates[best].model, candidates, candidates[PowerLaw.kind].model, steps)
+
+
+def _unseen_errors(kind: str, steps: TimedSteps, out: np.ndarray) -> np.ndarray:
+    """Errors on steps that a fit has not seen."""
+    kept = np.setdiff1d(np.arange(len(steps.seconds)), out)
+    return relative_errors(fit_form(kind, steps.take(kept)), steps.take(out))
 
 
 def parameter_confidence(fit: CostFit, draws: int = 100, seed: int = 0) -> dict[str, tuple[float, float]]:
@@ -287,6 +310,11 @@ def _name(measurement: Measurement) -> str:
 
 
 def _check_points(timed: Sequence[Measurement]) -> None:
+    if not timed:
+        raise UserError(
+            "A cost model needs measurements that fitted into memory, but there are none. Measure with "
+            "recipes/benchmark_shapes.py, smaller shapes first."
+        )
     if len({m.tokens for m in timed}) < 2:
         raise UserError(
             f"A cost model needs at least two shapes with different numbers of tokens, but the measurements have "

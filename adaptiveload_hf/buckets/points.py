@@ -26,6 +26,15 @@ class Point:
     def all_tokens(self) -> int:
         return self.batch_size * self.tokens
 
+    @property
+    def work(self) -> float:
+        return work_of(self.tokens, self.batch_size)
+
+
+def work_of(tokens: int, batch_size: int) -> float:
+    """A guess of what a step costs before any is timed: as if linear and quadratic work were equal at S = 20,000."""
+    return batch_size * tokens * (1 + tokens / 20_000)
+
 
 def choose_points(
     shapes: Iterable[LatentShape] | Mapping[LatentShape, int],
@@ -33,11 +42,13 @@ def choose_points(
     *,
     max_points: int = 12,
     max_tokens: int | None = None,
+    least_work: float = 0.0,
     measured: Iterable[Point] = (),
 ) -> list[Point]:
     """Spreads points so that the floor, the linear and the quadratic part of the cost are all seen.
 
-    Candidates are the data's sequence lengths S with B = 1, 2, 3, 4, 6, ... up to `max_tokens`. The corners (shortest
+    Candidates are the data's sequence lengths S with B = 1, 2, 3, 4, 6, ... up to `max_tokens`, but no more work than
+    the shortest samples of so many tokens or two of the longest ones. The corners (shortest
     at B = 1 and at the largest B, longest at B = 1) come first, then, one by one, the candidate that lies farthest
     from those chosen in the plane of log(B * S) and log S. Small B * S shows the floor, short S at large B the linear
     part, long S the quadratic one. Data whose lengths do not span a factor of 16, or that leave a gap of more than a
@@ -48,6 +59,7 @@ def choose_points(
         geometry: shape to tokens.
         max_points: at most this many points, at least 4.
         max_tokens: the largest B * S to try; None is twice the longest sample.
+        least_work: (`work_of`) below which steps are known to be on the floor, so that the corners tell enough of it.
         measured: points that are among the chosen ones in any case.
 
     Returns:
@@ -68,12 +80,16 @@ def choose_points(
     measured = {(point.tokens, point.batch_size): point for point in measured}
     lengths = sorted(shape_of)
     max_tokens = max(max_tokens or 2 * lengths[-1], lengths[-1])
-    candidates = [(tokens, batch) for tokens in lengths for batch in _batch_ladder(max_tokens // tokens)]
-    place = {
-        (tokens, batch): (math.log(tokens * batch), math.log(tokens)) for tokens, batch in [*candidates, *measured]
-    }
     corners = [(lengths[0], 1), (lengths[-1], 1), (lengths[0], max_tokens // lengths[0])]
+    most_work = max(work_of(*corners[2]), work_of(lengths[-1], 2))
+    candidates = [
+        (tokens, batch)
+        for tokens in lengths
+        for batch in _batch_ladder(max_tokens // tokens)
+        if least_work <= work_of(tokens, batch) <= most_work
+    ]
     chosen = list(dict.fromkeys([*measured, *corners]))[:max_points]
+    place = {(tokens, batch): (math.log(tokens * batch), math.log(tokens)) for tokens, batch in [*candidates, *chosen]}
     while len(chosen) < min(max_points, len(place)):
         chosen.append(max(candidates, key=lambda c: min(math.dist(place[c], place[other]) for other in chosen)))
     points = [measured.get((tokens, batch)) or Point(shape_of[tokens], tokens, batch) for tokens, batch in chosen]

@@ -27,23 +27,21 @@ class TimedSteps:
         batch_size, tokens: B and S of each micro-batch, float64 [steps, K, W].
         seconds: of each step, float64 [steps].
         names: what a message calls each step.
-        held_out: int [steps]; equal ones are left out together to measure the error on steps that a fit has not seen.
     """
 
     batch_size: np.ndarray
     tokens: np.ndarray
     seconds: np.ndarray
     names: tuple[str, ...]
-    held_out: np.ndarray
 
     def predict(self, model: CostModel) -> np.ndarray:
         """Seconds of each step, float64 [steps]: the sum over micro-steps of the maximum over ranks."""
         return model.seconds(self.batch_size, self.tokens).max(axis=2).sum(axis=1)
 
     def take(self, rows: np.ndarray) -> TimedSteps:
-        """The steps where `rows`, bool [steps], is true."""
-        names = tuple(name for name, taken in zip(self.names, rows) if taken)
-        return TimedSteps(self.batch_size[rows], self.tokens[rows], self.seconds[rows], names, self.held_out[rows])
+        """The steps with these indices."""
+        names = tuple(self.names[row] for row in rows)
+        return TimedSteps(self.batch_size[rows], self.tokens[rows], self.seconds[rows], names)
 
 
 def relative_errors(model: CostModel, steps: TimedSteps) -> np.ndarray:

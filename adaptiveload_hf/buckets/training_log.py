@@ -94,7 +94,6 @@ def read_training_log(path: str | Path, geometry: TokenGeometry) -> TrainingLog:
         tokens=np.vectorize(tokens.get, otypes=[np.float64])(shapes),
         seconds=np.array([line.seconds - line.waited for line in kept]),
         names=tuple(f"step {line.step}" for line in kept),
-        held_out=np.arange(len(kept)) % _HELD_OUT_GROUPS,
     )
     return TrainingLog(steps, shapes, left_out)
 
@@ -112,7 +111,8 @@ def fit_training_log(log: TrainingLog) -> CostFit:
             f"{np.unique(log.shapes).tolist()} only. Train on your smallest and your largest shape too, or measure "
             "with recipes/benchmark_shapes.py."
         )
-    fit = fit_steps(log.steps)
+    groups = np.arange(len(log.steps.seconds)) % _HELD_OUT_GROUPS
+    fit = fit_steps(log.steps, [[np.flatnonzero(groups == group)] for group in range(_HELD_OUT_GROUPS)])
     _check_identified(fit, log)
     return fit
 

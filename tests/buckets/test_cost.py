@@ -104,6 +104,21 @@ def test_a_law_is_found_again_from_steps_with_one_percent_noise_and_a_stray(kind
     assert np.abs(fit.model.seconds(batch, tokens) / TRUE[kind].seconds(batch, tokens) - 1).max() < 0.04
 
 
+def test_of_three_shapes_the_right_form_is_chosen_though_none_could_be_fitted_without_an_outer_one():
+    law, random = Roofline(0.8, 3e-3, 2e-5, 1.5e-9, a=0.08), np.random.default_rng(0)
+    points = {256: (1, 32, 128, 512), 1024: (16, 33, 66), 4096: (1, 4, 11, 23)}
+    grid = [(batch, tokens) for tokens, batches in points.items() for batch in batches]
+    measured = []
+    for batch, tokens in grid:
+        noise = (0.06 if law.seconds(batch, tokens) == law.floor else 0.008) * random.standard_normal()
+        seconds = float(law.seconds(batch, tokens)) * (1 + noise)
+        measured.append(Measurement(f"{tokens}x2x2", tokens, batch, seconds, 0.0))
+    fitted = fit_cost_model(measured).model
+    batch, tokens = np.array(grid).T
+    assert fitted.kind == "roofline"
+    assert np.abs(fitted.seconds(batch, tokens) / law.seconds(batch, tokens) - 1).max() < 0.02
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_laws_of_other_models_are_predicted_to_one_percent_above_the_floor_whatever_floor_steps_do(name):
     law, knee = OTHERS[name]
@@ -153,8 +168,8 @@ def test_one_shape_is_refused_and_the_missing_ones_are_named():
 def test_too_few_points_are_refused_and_listed():
     with pytest.raises(UserError, match=r"4 different .*\(256, 1\), \(7800, 1\), \(7800, 2\)"):
         fit_cost_model(steps(TRUE["additive"], grid=[(1, 256), (1, 7800), (2, 7800)]))
-    with pytest.raises(UserError, match="at least two shapes"):
-        fit_cost_model([])
+    with pytest.raises(UserError, match="fitted into memory, but there are none"):
+        fit_cost_model([Measurement("1x8x8", 16, 1, 0.0, 0.0, oom=True)])
 
 
 def test_one_batch_size_only_is_refused():
@@ -235,6 +250,12 @@ def test_a_measurement_survives_its_line():
         '{"shape": "1x8x8", "tokens": 0, "batch_size": 1, "seconds": 1.0, "peak_gib": 0.0}',
         '{"shape": "1x8x8", "tokens": 16, "batch_size": 1, "seconds": NaN, "peak_gib": 0.0}',
         '{"shape": "1x8x8", "tokens": 16, "batch_size": 1, "seconds": 1.0, "peak_gib": 0.0, "colour": 1}',
+        '{"shape": "1x8x8", "tokens": 16, "batch_size": 1.5, "seconds": 1.0, "peak_gib": 0.0}',
+        '{"shape": "1x8x8", "tokens": 16, "batch_size": 1, "seconds": "1.0", "peak_gib": 0.0}',
+        '{"shape": "1x8x8", "tokens": 16, "batch_size": 1, "seconds": 1e300, "peak_gib": 0.0}',
+        '{"shape": "1x8x8", "tokens": 16, "batch_size": 1, "seconds": 1.0, "peak_gib": 0.0, "oom": "yes"}',
+        '{"shape": "1x8x8", "tokens": 16, "batch_size": 1, "seconds": 1.0, "peak_gib": 0.0, "rank_seconds": "ab"}',
+        '{"shape": "8x8", "tokens": 16, "batch_size": 1, "seconds": 1.0, "peak_gib": 0.0}',
     ],
 )
 def test_bad_lines_are_named_by_number_and_the_rest_is_kept(tmp_path, line):
@@ -247,7 +268,7 @@ def test_bad_lines_are_named_by_number_and_the_rest_is_kept(tmp_path, line):
 
 
 def test_absent_measurements_are_refused(tmp_path):
-    with pytest.raises(UserError, match="no such file"):
+    with pytest.raises(UserError, match=r"Expected a measurements\.jsonl, but .* is no file"):
         read_measurements(tmp_path / "measurements.jsonl")
 
 

@@ -101,3 +101,6 @@ def test_what_was_measured_before_is_kept_and_pushed_but_never_mixed_with_anothe
     assert BucketConfig.from_pretrained(tmp_path).cost_model.seconds(1, 4) == pytest.approx(0.07, rel=0.1)
     with pytest.raises(UserError, match=r"another set-up:\n  environment.patched: True there, False now"):
         benchmark("--no_patch")
+    (tmp_path / "benchmark_setup.json").write_text('{"model": ')
+    with pytest.raises(UserError, match=r"benchmark_setup\.json should say .* but it is damaged"):
+        benchmark()

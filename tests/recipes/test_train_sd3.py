@@ -176,7 +176,7 @@ def test_pictures_of_a_size_that_cannot_be_made_are_refused(setup, full, tmp_pat
 
 def test_a_config_of_sd3_and_a_file_of_shapes_are_enough_to_time_its_lora(setup, tmp_path, monkeypatch, capsys):
     (tmp_path / "shapes.json").write_text(json.dumps({"1x4x4": 40, "1x8x8": 30}))
-    words = ["--config", setup.pipeline / "transformer", "--shapes", tmp_path / "shapes.json", "--max_points", 4]
+    words = ["--config", setup.pipeline / "transformer", "--shapes", tmp_path / "shapes.json", "--max_points", 5]
     words += ["--output_dir", tmp_path / "config", "--rank", 2]
     monkeypatch.setattr(sys, "argv", ["benchmark_shapes.py", *map(str, words)])
     targets, add_lora = [], model_setup.add_lora
