@@ -14,14 +14,12 @@ namespace adaptiveload {
 namespace {
 
 constexpr int kWarps = 8;          // of a block
-constexpr int kBlocks = 3;         // of a multiprocessor, backward
+constexpr int kBlocks = 2;         // of a multiprocessor, backward: with three the registers do not suffice
 constexpr int kMostLanes = 32;     // of a group: heads of up to 256 columns
 constexpr int kHeadsUnderWay = 4;  // of a lane, in 16-bit types; half in float32, whose packs are twice as big
 
 template <typename T>
-constexpr int under_way() {
-  return sizeof(T) == 4 ? kHeadsUnderWay / 2 : kHeadsUnderWay;
-}
+constexpr int kUnderWay = sizeof(T) == 4 ? kHeadsUnderWay / 2 : kHeadsUnderWay;
 
 template <int LANES>
 __device__ __forceinline__ float group_sum(float value) {
@@ -66,7 +64,7 @@ struct Lane {
 
 template <typename T, int LANES>
 __global__ void __launch_bounds__(kWarps * 32) forward_heads(const RopeForward p) {
-  constexpr int N = under_way<T>();
+  constexpr int N = kUnderWay<T>;
   const Lane<LANES> lane(p.head_width);
   const int head_width = static_cast<int>(p.head_width), heads = static_cast<int>(p.shape.width / p.head_width);
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
@@ -108,7 +106,7 @@ __global__ void __launch_bounds__(kWarps * 32) forward_heads(const RopeForward p
 
 template <typename T, int LANES>
 __global__ void __launch_bounds__(kWarps * 32, kBlocks) backward_heads(const RopeBackward p) {
-  constexpr int N = under_way<T>();
+  constexpr int N = kUnderWay<T>;
   __shared__ float sums[kWarps][kMostLanes * kPack];
   const Lane<LANES> lane(p.head_width);
   const int head_width = static_cast<int>(p.head_width), heads = static_cast<int>(p.shape.width / p.head_width);

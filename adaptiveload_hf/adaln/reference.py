@@ -256,7 +256,7 @@ def apply_rms_norm_rope(rstd, x, weight, cos, sin, heads) -> Tensor:
     """The op's result from x [B, S, D] and its `inverse_rms_of_rope`: [B, S, heads, D / heads] of x's dtype."""
     x_of_norm = x if rstd.ndim == 2 else x.unflatten(2, (heads, -1))
     normed = x_of_norm.to(rstd.dtype) * rstd.unsqueeze(-1) * weight.to(rstd.dtype)
-    return turned(normed.view(*x.shape[:2], heads, -1), cos, sin).to(x.dtype)
+    return turned(normed.view(*x.shape[:2], heads, x.shape[2] // heads), cos, sin).to(x.dtype)
 
 
 def turned(x: Tensor, cos: Tensor | None, sin: Tensor | None, back: bool = False) -> Tensor:

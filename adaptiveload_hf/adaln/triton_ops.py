@@ -83,7 +83,7 @@ def rms_norm_rope(x, weight, cos, sin, heads, eps):
     by_head = cos is None or weight.shape[0] != x.shape[2]
     rows, cos, sin = _heads_as_rows(x, cos, sin, heads) if by_head else (x, cos, sin)
     _, y, rstd = _forward(rows, weight=weight, cos=cos, sin=sin, out_dtype=x.dtype, eps=eps)
-    return y.view(*x.shape[:2], heads, -1), rstd.view(*x.shape[:2], heads) if by_head else rstd
+    return y.view(*x.shape[:2], heads, x.shape[2] // heads), rstd.view(*x.shape[:2], heads) if by_head else rstd
 
 
 def rms_norm_rope_backward(grad, x, rstd, weight, cos, sin, needs):
@@ -97,7 +97,7 @@ def rms_norm_rope_backward(grad, x, rstd, weight, cos, sin, needs):
 
 def _heads_as_rows(x, cos, sin, heads: int):
     """(x, cos, sin) with every head a row of its own: [B, S * heads, D / heads], and so the tables."""
-    rows = x.reshape(x.shape[0], x.shape[1] * heads, -1)
+    rows = x.reshape(x.shape[0], x.shape[1] * heads, x.shape[2] // heads)
     if cos is None:
         return rows, None, None
     rest = x.shape[1] - cos.shape[1]
