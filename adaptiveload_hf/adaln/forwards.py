@@ -22,7 +22,7 @@ from .tested_sources import TESTED_SOURCES
 MARK = "_adaptiveload_patched"
 # What a test may consist of to be decided by settings alone.
 _IN_TESTS = (
-    *(ast.BoolOp, ast.boolop, ast.UnaryOp, ast.Not, ast.Compare, ast.cmpop),
+    *(ast.BoolOp, ast.boolop, ast.UnaryOp, ast.Not, ast.Compare, ast.Eq, ast.NotEq, ast.In, ast.NotIn),
     *(ast.Attribute, ast.Name, ast.Load, ast.Constant, ast.Tuple, ast.List),
 )
 # Arguments of FusedOps: the module of the ops, devices, what is passed to every op.
@@ -205,7 +205,7 @@ def forward_called_by(owner: type) -> type | None:
     """The class whose forward that of `owner` calls, by `super().forward(...)` or `Block.forward(self, ...)`."""
     base = next(cls for cls in owner.__mro__[1:] if "forward" in vars(cls))
     source = _shown(vars(owner)["forward"])
-    nodes = ast.walk(source.tree) if source is not None else ()
+    nodes = [] if source is None else ast.walk(source.tree)
     holders = [ast.unparse(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr == "forward"]
     return base if any(holder.startswith("super(") or holder == base.__name__ for holder in holders) else None
 
@@ -214,7 +214,7 @@ def forward_called_by(owner: type) -> type | None:
 def _paths_called(forward: object) -> list[tuple[str, list[str]]]:
     """What a forward calls on self, as written and as the names under which it is stored."""
     source = _shown(forward)
-    paths = source.called_on_self() if source is not None else []
+    paths = [] if source is None else source.called_on_self()
     return [(path, list(map(source.stored_name, path.split(".")))) for path in paths]
 
 
@@ -232,6 +232,7 @@ def _tests(forward: object) -> list[tuple[ast.expr, list[str]]]:
     return found
 
 
+@functools.cache
 def _shown(forward: object) -> FunctionSource | None:
     try:
         return shown_source(forward)

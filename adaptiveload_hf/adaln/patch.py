@@ -39,10 +39,11 @@ def patch_model(
 ) -> PatchReport:
     """Run the adaptive layer norms and gated residuals of a diffusers model as fused ops.
 
-    The source of each block's forward is rewritten where `norm(x) * (1 + scale) + shift` and `x + gate * y` are proven
-    to be replaceable, and the result becomes the forward of the instance, below any hook. The processors of Wan's
-    self-attention are wrapped (`AdaptiveLoadAttnProcessor`). Weights, their names, the class and all else stay. What
-    is not proven stays eager and is listed. Patching again replaces an earlier patch.
+    The source of each block's forward, and of the model's own, is rewritten where `norm(x) * (1 + scale) + shift` and
+    `x + gate * y` are proven to be replaceable, and the result becomes the forward of the instance, below any hook.
+    The attention processors of Wan, SD3, Flux and HunyuanVideo are wrapped (`AdaptiveLoadAttnProcessor`). Weights,
+    their names, the class and all else stay. What is not proven stays eager and is listed. Patching again replaces an
+    earlier patch.
 
     Args:
         model: an nn.Module, before or after hooks, PEFT, FSDP2 and DDP; or a pipeline, whose `transformer*` and

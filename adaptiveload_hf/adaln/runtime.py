@@ -277,9 +277,9 @@ def _fits_rows(m: Tensor | None, x: Tensor) -> bool:
     """None, [B or 1, 1 or S, D], [1 or S, D] or [D], as broadcasting reads it. (Ops also take frames; eager not.)"""
     if m is None:
         return True
-    rows, (batch, tokens, width) = m.shape, x.shape
-    if not _is_tensor(m) or not 1 <= len(rows) <= 3 or m.device != x.device:
+    if not _is_tensor(m) or not 1 <= m.ndim <= 3 or m.device != x.device:
         return False
+    rows, (batch, tokens, width) = m.shape, x.shape
     rows = rows if len(rows) == 3 else (1,) * (3 - len(rows)) + rows
     return rows[2] == width and (rows[1] == 1 or rows[1] == tokens) and (rows[0] == 1 or rows[0] == batch)
 
