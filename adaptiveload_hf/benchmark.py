@@ -64,6 +64,7 @@ def measure_shapes(
     Returns:
         All measurements, the same on every rank.
     """
+    shapes = broadcast_object_list([list(shapes)])[0]  # ranks that see other data would wait for each other
     max_tokens, least_work, climbed, measured = None, 0.0, {}, []
     for _ in range(min(MOST_CLIMBS, max_points - 3)):
         points = choose_points(shapes, geometry, max_points=max_points, max_tokens=max_tokens)
@@ -131,7 +132,7 @@ def measure_steps(
         accelerator: the run's; its `gradient_accumulation_steps` is K.
         run_step: does one optimizer step of K micro-steps on micro-batches of this shape and batch size; begins by
             zeroing the gradients, so that a step that died of memory leaves nothing behind.
-        points: e.g. from `choose_points`, by growing `all_tokens`.
+        points: e.g. from `choose_points`, by growing `all_tokens`; those of the main process count.
         output_path: JSON lines, appended point by point and kept through a crash. Points found in it are not
             measured again.
 
@@ -142,7 +143,7 @@ def measure_steps(
         UserError: nothing could be measured, not even the smallest point; or, with several ranks, memory ran out and
             there is no `output_path` to go on from.
     """
-    points = list(points)
+    points = broadcast_object_list([list(points)])[0]
     measurements = _read_earlier(accelerator, output_path)
     done = {(str(m.shape), m.batch_size) for m in measurements}
     bound = min((m.batch_size * m.tokens for m in measurements if m.oom), default=sys.maxsize)

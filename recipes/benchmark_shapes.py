@@ -53,7 +53,12 @@ def parse_args(argv=None) -> argparse.Namespace:
     add = parser.add_argument
     add("--config", help="instead of a pipeline: a transformer's config.json or its folder; the weights are random")
     add("--shapes", type=Path, help='instead of a dataset: JSON {"21x60x104": samples, ...}; a range is two of them')
-    add("--max_points", type=int, default=12, help="(shape, batch size) pairs to time, at most")
+    add(
+        "--max_points",
+        type=int,
+        default=12,
+        help="(shape, batch size) pairs to time, at most; under 9 the law is a guess",
+    )
     add("--push_to_hub", action="store_true")
     add("--hub_model_id", help="repository, default: the name of --output_dir")
     add("--hub_token")

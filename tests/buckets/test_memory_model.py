@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adaptiveload_hf.buckets.cost import Measurement, MemoryModel, read_measurements
-from adaptiveload_hf.buckets.fit import describe_measurements, fit_memory_model
+from adaptiveload_hf.buckets.fit import describe_measurements, fit_cost_model, fit_memory_model
 from adaptiveload_hf.environment import MEMORY_RESERVE, memory_on_ranks
 
 UNSEEN = 1 / 1.02  # peaks within 2% of the floor count as on it
@@ -56,6 +56,18 @@ def test_what_a_sample_takes_beside_its_tokens_is_told_from_them():
     # As tokens alone, this one would be predicted at 85.
     assert memory.gib(8, 32760) == pytest.approx(gib(8, 32760), rel=1e-3)
     assert memory.max_tokens(60.0, np.array([256, 32760])).tolist() == pytest.approx([176_830, 277_440], rel=1e-3)
+
+
+def test_real_fsdp2_steps_tell_what_a_still_takes_beside_its_tokens_and_seven_tell_their_form():
+    measured, problems = read_measurements(Path(__file__).parents[1] / "data" / "h200_fsdp2_steps.jsonl")
+    assert not problems and len(measured) == 7
+    memory = fit_memory_model(measured)
+    assert memory.known_tokens is None and memory.gib_per_sample == pytest.approx(0.022, rel=0.01)
+    assert predict(memory, measured[2]) == pytest.approx(56.15, abs=0.01) and measured[2].tokens == 256
+    by_stills = fit_memory_model([m for m in measured if m.tokens == 256])
+    assert by_stills.gib(33, 3328) == pytest.approx(40.8, abs=0.1), "as tokens alone"
+    assert memory.gib(33, 3328) == pytest.approx(32.11, abs=0.01)
+    assert fit_cost_model(measured).model.kind == "roofline"
 
 
 def test_a_point_of_the_shortest_shape_left_out_is_predicted_from_longer_ones(h200):
