@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 from pathlib import Path
 
@@ -68,11 +69,14 @@ def extension_options(torch) -> dict:
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", choose_architectures(ask_nvcc(find_nvcc(torch), "--list-gpu-arch")))
     # -DUSE_CUDA makes torch's headers declare the stream shim; both compilers must see one target version.
     flags = ["-O3", "-DUSE_CUDA", f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"]
+    # The package refuses a build for other schemas than its own.
+    package = Path("adaptiveload_hf/adaln")
+    digest = runpy.run_path(str(package / "schema_digest.py"))["schema_digest"](package / "schemas.py")
     extension = CUDAExtension(
         "adaptiveload_hf._C",
         sources=[str(path) for pattern in ("*.cu", "ops/*.cpp") for path in sorted(Path("csrc").glob(pattern))],
         depends=[str(path) for pattern in ("*.h", "*.cuh", "ops/*.h") for path in sorted(Path("csrc").glob(pattern))],
-        extra_compile_args={"cxx": flags, "nvcc": [*flags, "--threads=4"]},
+        extra_compile_args={"cxx": [*flags, f"-DADAPTIVELOAD_SCHEMAS={digest}"], "nvcc": [*flags, "--threads=4"]},
         # Where the compiler brings libstdc++ as an archive, its streams would mix with those of torch's and crash.
         extra_link_args=["-Wl,--exclude-libs,ALL"],
         py_limited_api=True,

@@ -173,7 +173,7 @@ __device__ __forceinline__ float2 pair_turned_back(const RopeBackward& p, int64_
   return make_float2(even * c + odd * s, odd * c - even * s);
 }
 
-__global__ void __launch_bounds__(kMostAnyThreads) backward_any(const RopeBackward p) {
+__global__ void __launch_bounds__(kMostAnyThreads, 2) backward_any(const RopeBackward p) {
   extern __shared__ float weight_sum[];  // [width]; a thread's own columns, so it needs no barrier
   __shared__ float buffer[2][kMostAnyThreads / 32];
   const int head_width = static_cast<int>(p.head_width);

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 import adaptiveload_hf
+from adaptiveload_hf.adaln.schema_digest import schema_digest
 
 ROOT = Path(__file__).parent.parent
 NVCC_13 = "echo 'Cuda compilation tools, release 13.0, V13.0.88'"
@@ -75,6 +76,8 @@ def test_the_users_own_architecture_list_is_kept(build, monkeypatch, tmp_path):
     assert {"csrc/gate_residual.cu", "csrc/ops/gate_residual.cpp"} <= set(captured["sources"])
     target = "-DTORCH_TARGET_VERSION=0x020b000000000000"
     assert all({target, "-DUSE_CUDA"} <= set(flags) for flags in captured["extra_compile_args"].values())
+    digest = schema_digest(ROOT / "adaptiveload_hf" / "adaln" / "schemas.py")
+    assert f"-DADAPTIVELOAD_SCHEMAS={digest}" in captured["extra_compile_args"]["cxx"]
 
 
 def run(*command, **options):

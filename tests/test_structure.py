@@ -17,8 +17,8 @@ TOP_LEVEL = {
 }
 # From the bottom up; a module imports only from rows before its own (see docs/design.md).
 LAYERS = [
-    {"errors", "adaln.extension", "adaln.first_call", "adaln.runtime", "adaln.source", "adaln.tested_sources"},
-    {"adaln.projections", "adaln.triton_kernels", "buckets.shapes"},
+    {"errors", "adaln.first_call", "adaln.runtime", "adaln.schema_digest", "adaln.source", "adaln.tested_sources"},
+    {"adaln.extension", "adaln.projections", "adaln.triton_kernels", "buckets.shapes"},
     {"adaln.triton_ops"},
     {
         "adaln.adapters",

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 
+from .schema_digest import MARK, schema_digest
+
 OLDEST_TORCH = (2, 11)
 
 _PATH = Path(__file__).parent.parent / "_C.abi3.so"
@@ -19,6 +21,12 @@ def find_problem(path: Path) -> str | None:
         return f"torch {torch.__version__} is too old for it: it needs 2.11, build it again after an upgrade"
     if not path.exists():
         return f"not built: install with {_BUILD}"
+    # Before it is loaded: an op that is called with other arguments than it was built for reads what is not there.
+    mark = MARK + schema_digest(Path(__file__).with_name("schemas.py"))
+    if mark.encode() not in path.read_bytes():
+        return (
+            f"{path.name} was built for ops with other arguments, from another version; build it again with {_BUILD}"
+        )
     try:
         torch.ops.load_library(str(path))
     except OSError as error:

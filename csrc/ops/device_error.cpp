@@ -1,5 +1,15 @@
-// device_error: can the current build run on a GPU?
+// device_error: can the current build run on a GPU? And which op schemas was it built for?
 #include "operands.h"
+
+#ifndef ADAPTIVELOAD_SCHEMAS
+#define ADAPTIVELOAD_SCHEMAS unknown
+#endif
+#define ADAPTIVELOAD_WORD(word) #word
+#define ADAPTIVELOAD_MARK(word) "adaptiveload schemas " ADAPTIVELOAD_WORD(word)
+
+// adaln/extension.py looks for it in the file, before anything is loaded (adaln/schema_digest.py).
+extern "C" const char adaptiveload_schemas[];
+__attribute__((used)) const char adaptiveload_schemas[] = ADAPTIVELOAD_MARK(ADAPTIVELOAD_SCHEMAS);
 
 namespace adaptiveload::ops {
 namespace {

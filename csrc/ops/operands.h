@@ -40,8 +40,8 @@ inline Dtype dtype_of(ScalarType type) {
 constexpr int64_t kColumns = -1;  // for `rows` of an operand that is [D]
 
 // A call of torch that is given sound tensors fails for want of memory, or because an earlier kernel did. Not
-// TORCH_ERROR_CODE_CHECK: it words its error in a std::stringstream, which crashed the process instead where the
-// compiler's libstdc++ is not the one that torch was built with (g++ of its own beside torch 2.11.0+cu130).
+// TORCH_ERROR_CODE_CHECK: it words its error in a std::stringstream, which crashed the process instead where a g++ of
+// its own had linked libstdc++ in as an archive, mixed with that of torch (setup.py hides its symbols since).
 inline void check_memory(AOTITorchError error, int64_t elements) {
   if (error == TORCH_SUCCESS) return;
   const cudaError_t earlier = cudaPeekAtLastError();

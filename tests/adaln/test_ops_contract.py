@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 
 from adaptiveload_hf import UserError
 from adaptiveload_hf.adaln import extension, ops, reference, registry
+from adaptiveload_hf.adaln.schema_digest import MARK, schema_digest
 
 x = torch.randn(2, 12, 8)
 y = torch.randn(2, 12, 8)
@@ -180,13 +182,41 @@ def test_an_unknown_backend_of_an_op_is_refused():
         ops.layer_norm_modulate(torch.zeros(1, 1, 8), backend="cuda")
 
 
+SCHEMAS = Path(ops.__file__).with_name("schemas.py")
+DIGEST = schema_digest(SCHEMAS)
+
+
+@pytest.mark.parametrize(
+    "change", [("int heads, ", "int heads, int more, "), ("Tensor? y", "Tensor y"), ("-> Tensor[]", "-> Tensor")]
+)
+def test_the_word_for_the_schemas_changes_with_any_of_them_and_with_nothing_else(tmp_path, change):
+    source, changed = SCHEMAS.read_text(), tmp_path / "schemas.py"
+    changed.write_text(source + "# a comment\n\ndef more(x) -> int:\n    return 'text'\n")
+    assert schema_digest(changed) == DIGEST
+    assert change[0] in source
+    changed.write_text(source.replace(*change, 1))
+    assert schema_digest(changed) != DIGEST
+
+
 @pytest.mark.parametrize(
     ("version", "cuda", "content", "reason"),
     [
         ("2.13.0", None, None, "torch 2.13.0 was built without CUDA"),
         ("2.10.1+cu128", "12.8", None, "torch 2.10.1+cu128 is too old for it: it needs 2.11"),
         ("2.12.0+cu130", "13.0", None, "not built: install with `pip install --no-build-isolation .`"),
-        ("2.12.0+cu130", "13.0", b"no library", "file too short); build it again with"),
+        (
+            "2.12.0+cu130",
+            "13.0",
+            MARK.encode() + b"another",
+            "built for ops with other arguments, from another version; build",
+        ),
+        (
+            "2.12.0+cu130",
+            "13.0",
+            b"of a version before",
+            "built for ops with other arguments, from another version; build",
+        ),
+        ("2.12.0+cu130", "13.0", (MARK + DIGEST).encode(), "file too short); build it again with"),
     ],
 )
 def test_each_way_the_extension_can_be_missing_has_its_reason(monkeypatch, tmp_path, version, cuda, content, reason):
