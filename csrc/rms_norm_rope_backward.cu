@@ -184,8 +184,8 @@ __global__ void __launch_bounds__(kMostAnyThreads, 2) backward_any(const RopeBac
   for (int c = first; c < width; c += step) weight_sum[c] = weight_sum[c + 1] = 0.f;
   int parity = 0;
   for (int64_t part = blockIdx.x; part < count; part += gridDim.x, parity ^= 1) {
-    const int64_t row = part / parts, batch = row / p.shape.tokens, token = row % p.shape.tokens;
-    const int begin = static_cast<int>(part % parts) * width;
+    const int64_t row = part / parts, batch = row / p.shape.tokens, token = row - batch * p.shape.tokens;
+    const int begin = static_cast<int>(part - row * parts) * width;
     const float rstd = p.rstd[part];
     float mean[1] = {0.f};
     for (int c = first; c < width; c += step) {

@@ -98,8 +98,8 @@ __global__ void __launch_bounds__(kMostAnyThreads) forward_any(const RopeForward
   const int64_t count = p.shape.batch * p.shape.tokens * parts;
   int parity = 0;
   for (int64_t part = blockIdx.x; part < count; part += gridDim.x, parity ^= 1) {
-    const int64_t row = part / parts, batch = row / p.shape.tokens, token = row % p.shape.tokens;
-    const int first = static_cast<int>(part % parts) * width;
+    const int64_t row = part / parts, batch = row / p.shape.tokens, token = row - batch * p.shape.tokens;
+    const int first = static_cast<int>(part - row * parts) * width;
     const bool turns = token < p.turned;
     float squares[1] = {0.f};
     for (int column = threadIdx.x; column < width; column += blockDim.x) {
