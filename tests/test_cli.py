@@ -148,7 +148,7 @@ def test_simulate_shows_the_baseline_first_and_dealing_by_cost_ahead_of_it(run):
     assert "Measured on 8 ranks, planned for 4: a micro-batch is assumed to take as long there" in err
     assert "FSDP2 shards over 4 ranks instead of 8: " in err
     assert err.splitlines()[-1] == (
-        "next: accelerate launch --config_file accelerate_configs/fsdp2.yaml recipes/train_wan.py "
+        "next: accelerate launch --config_file accelerate_configs/fsdp2.yaml --num_processes 4 recipes/train_wan.py "
         "--bucket_config config --output_dir run --pretrained_model_name_or_path Wan-AI/Wan2.1-T2V-1.3B-Diffusers "
         "--dataset prepared "
         "--gradient_accumulation_steps 2"

@@ -95,12 +95,15 @@ def simulate(
         print_table([_COLUMNS[n][0] for n in columns], [[_COLUMNS[n][1].format(r[n]) for n in columns] for r in rows])
     for finding in dict.fromkeys(words for n in world_sizes for words in loaded.assumptions(n, memory_limit_gib)):
         say(finding)
-    say_next(*_train_command(config, loaded, dataset, accumulations[0]))
+    say_next(*_train_command(config, loaded, dataset, world_sizes[0], accumulations[0]))
 
 
-def _train_command(config, loaded, dataset, accumulation):
-    launch = loaded.environment.get("strategy") in _LAUNCH_CONFIGS
-    launch = ["--config_file", f"accelerate_configs/{loaded.environment['strategy']}.yaml"] if launch else []
+def _train_command(config, loaded, dataset, world_size, accumulation):
+    strategy, launch = loaded.environment.get("strategy"), []
+    if strategy == "single" and world_size > 1:
+        strategy = "fsdp2"
+    if strategy in _LAUNCH_CONFIGS:
+        launch = ["--config_file", f"accelerate_configs/{strategy}.yaml", "--num_processes", str(world_size)]
     name = "train_sd3.py" if loaded.model.get("class") == "SD3Transformer2DModel" else "train_wan.py"
     recipe = [f"recipes/{name}", "--bucket_config", config, "--output_dir", "run"]
     model = ["--pretrained_model_name_or_path", loaded.model.get("base_model") or "PIPELINE"]
