@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 from random_training import RandomTraining, add_training_arguments
-from schedule_arms import Arm, law_of, predict, scaled, schedule_of
+from schedule_arms import Arm, law_of, listed, predict, scaled, schedule_of
 from schedule_replay import replayed_ranks, time_sizes
 
 from adaptiveload_hf import BucketConfig, LatentShape, make_accelerator
@@ -194,9 +194,7 @@ def describe(ranks: list[dict], schedule, plan, cost) -> dict:
     for name in ("peak_gib", "peak_reserved_gib", "allocator_retries", "recompiles"):
         found[name] = max(rank[name] for rank in ranks)
     found["reserved_gib"] = np.max([rank["reserved_gib"] for rank in ranks], axis=0).round(3).tolist()
-    shapes = [str(plan.buckets[bucket].shape) for bucket in schedule.bucket]
-    lines = zip(shapes, schedule.sizes.tolist(), blocks.flatten().tolist())
-    found["micro_batches"] = [[shape, size, round(block, 6)] for shape, size, block in lines]  # in schedule order
+    found["micro_batches"] = listed(plan, schedule, blocks)
     found["starts"] = [[round(moment, 4) for moment in rank["starts"]] for rank in ranks]
     return found
 

@@ -1,7 +1,9 @@
 """What did the ranks do while they trained: which micro-batches, and how long did they wait for one another?
 
-python recipes/lanes_picture.py --comparison recipes/results/compare.json --output docs/lanes.png \\
+python recipes/lanes_picture.py --comparison compare/compare.json --output lanes.png \\
     --arms equal_token/none/eager dual/auto/patched
+
+An arm of which a file has a prediction only is drawn as predicted, and called so.
 """
 
 import argparse
@@ -22,7 +24,8 @@ IN_LEGEND = 4
 
 def parse_args(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--comparison", type=Path, required=True, help="compare.json of compare_schedules.py")
+    parser.add_argument("--comparison", type=Path, nargs="+", required=True,
+        help="JSON of compare_schedules.py; an arm is taken from the first that has it")  # fmt: skip
     parser.add_argument("--arms", nargs="+", required=True, help="which of its arms, from the top")
     parser.add_argument("--ranks", type=int, help="where the file has several numbers of them")
     parser.add_argument("--seconds", type=float, help="draw only so many; default: all")
@@ -33,20 +36,24 @@ def parse_args(argv=None) -> argparse.Namespace:
 def main():
     args = parse_args()
     require_matplotlib()
-    rows = json.loads(args.comparison.read_text(encoding="utf-8"))["arms"]
-    arms = {row["arm"]: row for row in rows if args.ranks in (None, row["ranks"])}
+    rows = [row for path in args.comparison for row in json.loads(path.read_text(encoding="utf-8"))["arms"]]
+    drawable = [row for row in rows if "starts" in row and args.ranks in (None, row["ranks"])]
+    arms = {row["arm"]: row for row in reversed(drawable)}
     unknown = [name for name in args.arms if name not in arms]
     if unknown:
-        raise UserError(f"{args.comparison} has the arms {', '.join(arms)}, but not {', '.join(unknown)}.")
+        raise UserError(
+            f"{', '.join(map(str, args.comparison))}: there are the arms {', '.join(reversed(arms))}, but not "
+            f"{', '.join(unknown)}."
+        )
     chosen = [arms[name] for name in args.arms]
     ranks = len(chosen[0]["starts"])
     figure = new_figure(11, 0.9 + len(chosen) * (0.75 + 0.36 * ranks))
     axes = figure.subplots(len(chosen), 1, sharex=True, squeeze=False)[:, 0]
     shapes = sorted({shape for arm in chosen for shape, _, _ in arm["micro_batches"]}, key=tokens_of)
     colours = dict(zip(shapes, token_colours([tokens_of(shape) for shape in shapes])[0]))
-    seconds = args.seconds or max(arm["seconds"] for arm in chosen)
+    seconds = args.seconds or max(map(seconds_of, chosen))
     for axis, arm in zip(axes, chosen):
-        draw_lanes(axis, arm, colours, seconds, chosen[0]["seconds"])
+        draw_lanes(axis, arm, colours, seconds, seconds_of(chosen[0]))
     axes[-1].set_xlabel("seconds", color=TEXT)
     axes[-1].set_xlim(0, seconds)
     named = [shapes[i] for i in np.unique(np.linspace(0, len(shapes) - 1, IN_LEGEND).round().astype(int))]
@@ -88,7 +95,7 @@ def draw_lanes(axis, arm: dict, colours: dict, seconds: float, before: float) ->
                 axis.text(left + width / 2, rank, str(size), ha="center", va="center", fontsize=7, color=ink)
     axis.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
     axis.invert_yaxis()
-    axis.axvline(arm["seconds"], color=TEXT, linewidth=1, linestyle=":")
+    axis.axvline(seconds_of(arm), color=TEXT, linewidth=1, linestyle=":")
     tidy(axis, title_of(arm, before, waiting), "x")
 
 
@@ -96,8 +103,14 @@ def title_of(arm: dict, before: float, waiting: float) -> str:
     policy, balance, kernels = arm["arm"].split("/")
     sizes = {"equal_token": "equal tokens", "dual": "memory and compute limit"}.get(policy, policy)
     dealt = {"none": "dealt at random", "same_bucket": "same bucket on all ranks"}.get(balance, "dealt by cost")
-    words = f"{sizes}, {dealt}, {kernels}: {arm['samples']} samples in {arm['seconds']:.1f} s, {waiting:.0%} waiting"
-    return words if arm["seconds"] == before else f"{words} ({before / arm['seconds']:.2f}x)"
+    how = "measured" if "seconds" in arm else "predicted"
+    words = f"{sizes}, {dealt}, {kernels}: {arm['samples']} samples in {seconds_of(arm):.1f} s ({how}), "
+    words += f"{waiting:.0%} waiting"
+    return words if seconds_of(arm) == before else f"{words}; {before / seconds_of(arm):.2f}x"
+
+
+def seconds_of(arm: dict) -> float:
+    return arm["seconds"] if "seconds" in arm else arm["predicted"]["epoch_seconds"]
 
 
 if __name__ == "__main__":

@@ -133,6 +133,7 @@ def predict(arm: Arm, plan: BucketPlan, schedule: EpochSchedule, laws: dict[str,
     simulation = simulate(schedule, cost)
     samples = np.where(schedule.loss_weight > 0, schedule.sizes, 0)
     predicted = asdict(simulation) if cost is not None else {}
+    lanes = {} if cost is None else lanes_of(plan, schedule, cost)
     if law is not None and law.memory_model is not None:
         predicted["peak_gib"] = float(law.memory_model.gib(schedule.sizes, schedule.tokens).max())
     return {
@@ -147,4 +148,20 @@ def predict(arm: Arm, plan: BucketPlan, schedule: EpochSchedule, laws: dict[str,
         "predicted_step_cv": simulation.step_cv,
         "predicted_balance_efficiency": simulation.balance_efficiency,
         "predicted": predicted,
+        **lanes,
     }
+
+
+def lanes_of(plan: BucketPlan, schedule: EpochSchedule, cost: CostModel) -> dict:
+    """What lanes_picture.py draws of a measured arm, as the law has it: seconds of micro-batches, moments of ranks."""
+    seconds = cost.seconds(schedule.sizes, schedule.tokens)
+    ends = np.cumsum(seconds.reshape(-1, schedule.world_size).max(axis=1))
+    starts = [0.0, *ends.round(4).tolist()]
+    return {"micro_batches": listed(plan, schedule, seconds), "starts": [starts] * schedule.world_size}
+
+
+def listed(plan: BucketPlan, schedule: EpochSchedule, seconds: np.ndarray) -> list[list]:
+    """[shape, B, seconds] of every micro-batch, in schedule order."""
+    shapes = [str(plan.buckets[bucket].shape) for bucket in schedule.bucket]
+    lines = zip(shapes, schedule.sizes.tolist(), seconds.flatten().tolist())
+    return [[shape, size, round(each, 6)] for shape, size, each in lines]
