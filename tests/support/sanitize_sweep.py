@@ -41,6 +41,8 @@ def run_all(width, rows, dtype, tokens=S):
         angles = torch.randn(1, tokens, 1, width // 4, device="cuda")
         weight = torch.randn(width, device="cuda").requires_grad_()
         ops.rms_norm_rope(x, weight, angles.cos(), angles.sin(), heads=4).sum().backward()
+        of_head = angles[:, : tokens // 2, :, :64]  # each head by itself, half of the tokens turned
+        ops.rms_norm_rope(x, weight[:64], of_head.cos(), of_head.sin(), heads=width // 64).sum().backward()
 
 
 if __name__ == "__main__":
