@@ -167,9 +167,9 @@ def test_a_committed_comparison_trained_the_same_samples_in_every_arm_as_predict
         assert row["samples"] == sum(result["samples"].values())
 
 
-def test_a_law_of_the_same_gpus_foresees_what_two_ranks_took_and_needed():
+def test_a_law_of_the_same_gpus_says_what_two_ranks_took_and_needed():
     results = ROOT / "recipes" / "results"
-    measurements, _ = read_measurements(results / "wan21_1.3b_2gpu_eager_measurements.jsonl")
+    measurements, _ = read_measurements(ROOT / "tests" / "data" / "h200_fsdp2_steps.jsonl")
     cost, memory = fit_cost_model(measurements).model, fit_memory_model(measurements)
     arm = json.loads((results / "wan21_1.3b_2gpu_compare.json").read_text())["arms"][0]
     sizes = np.array([size for _, size, _ in arm["micro_batches"]]).reshape(-1, 2)
