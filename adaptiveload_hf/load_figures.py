@@ -83,10 +83,11 @@ def ranks_png(schedules, shapes, tokens, unit):
         tidy(axis, f"{title}: {waiting:.0%} of the ranks' time is waiting (grey)", "x")
         axis.set_xlim(0, longest)  # the same scale for all, so that lengths can be compared
         axis.set_xlabel(f"predicted {unit} of the first {len(cost)} micro-steps", color=TEXT)
-    named = dict(sorted(zip(tokens, shapes)))
+    named = [[str(s) for s, t in zip(shapes, tokens) if t == length] for length in sorted(set(tokens))]
+    names = ["\n".join([*same[:2], *(["..."] if len(same) > 2 else [])]) for same in named]  # one colour for them
     bar = figure.colorbar(mappable, ax=axes, aspect=35, pad=0.01)
-    shown = np.unique(np.linspace(0, len(named) - 1, 12).round().astype(int))
-    bar.set_ticks(shown, labels=[str(list(named.values())[i]) for i in shown])
+    shown = np.unique(np.linspace(0, len(names) - 1, 12).round().astype(int))
+    bar.set_ticks(shown, labels=[names[i] for i in shown])
     bar.set_label("shape of the micro-batch (latent)", color=TEXT)
     bar.ax.tick_params(labelsize=9, colors=TEXT, length=0)
     bar.outline.set_visible(False)

@@ -11,7 +11,9 @@ from support.measured import ENVIRONMENT, make_config, measure
 
 from adaptiveload_hf import BucketConfig, LatentShape, UserError
 from adaptiveload_hf.buckets.cost import Additive, PowerLaw
+from adaptiveload_hf.buckets.schedule import schedule_epoch
 from adaptiveload_hf.fit_figures import fit_png
+from adaptiveload_hf.load_figures import ranks_png
 from adaptiveload_hf.report import read_metrics, write_report
 
 SAMPLES = {"1x60x104": 300, "5x60x104": 90, "13x60x104": 40, "21x60x104": 30}
@@ -84,6 +86,16 @@ def test_a_law_that_misses_hides_no_point_beyond_the_edge_of_its_panel(monkeypat
         assert len(points) == len(measure())
         assert (points > (axis.get_xlim()[0], axis.get_ylim()[0])).all()
         assert (points < (axis.get_xlim()[1], axis.get_ylim()[1])).all()
+
+
+def test_shapes_of_one_length_share_a_colour_and_are_both_named(monkeypatch):
+    monkeypatch.setattr("adaptiveload_hf.load_figures.to_png", lambda figure: figure)
+    counts = {LatentShape.parse(shape): 40 for shape in ("1x60x104", "1x104x60", "5x60x104")}
+    plan = make_config().plan(counts, **RANKS)
+    buckets = np.repeat(np.arange(3), 40)
+    schedule = schedule_epoch(buckets, plan, make_config().cost_model, balance="none", **RANKS)
+    figure = ranks_png({"Before": schedule}, plan.shapes, [b.tokens for b in plan.buckets], "seconds")
+    assert [label.get_text() for label in figure.axes[-1].get_yticklabels()] == ["1x60x104\n1x104x60", "5x60x104"]
 
 
 def test_waiting_is_less_grey_after_than_before(written):
