@@ -198,7 +198,10 @@ def start_method(request):
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes")
-@pytest.mark.parametrize("start_method", ["fork", "spawn", "forkserver"], indirect=True)
+# Workers of a forkserver are sent the same things as spawned ones, and import nothing anew.
+@pytest.mark.parametrize(
+    "start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"], indirect=True
+)
 def test_workers_started_in_any_way_give_the_same_batches_and_hold_no_copy_of_a_large_schedule(start_method):
     loader = make(counts=(900_000, 90_000, 10_000), collate_fn=collate_with_memory, num_workers=4)
     memory = {}
