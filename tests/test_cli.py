@@ -60,8 +60,11 @@ def test_fit_writes_a_config_and_prints_its_laws(run, files):
     assert out.splitlines()[0].split()[:3] == ["law", "kind", "parameters"]
     assert "roofline" in out and "power_law" in out
     assert re.search(r"\nfloor +0\.4 +0\.\d+ +0\.\d+\n", out)
-    assert err.splitlines()[-1] == "next: adaptiveload plan fitted --dataset DATASET --world-size 8"
     assert BucketConfig.from_pretrained(files / "fitted").measurements == measure()
+    following = err.splitlines()[-1]
+    ranks = "--world-size 8 --gradient-accumulation-steps 1"
+    assert following == f"next: adaptiveload plan fitted --dataset DATASET {ranks}"
+    assert run(*following.replace("DATASET", "prepared").split()[2:])[0] == 0
 
 
 def test_fit_says_how_sure_it_is_and_what_strays_and_contradicts_itself(run, files):
@@ -89,6 +92,7 @@ def test_fit_from_a_log_writes_a_config_that_plans_within_what_ran(run, files):
     card = (files / "refitted" / "README.md").read_text()
     assert "fitted to the optimizer steps of a training run" in card and "share of the run's steps" in card
     assert "measured with the set-up" not in card and "| not measured |" in card
+    assert err.splitlines()[-1].endswith("--world-size 2 --gradient-accumulation-steps 2"), "those of the run"
     assert config.memory_model is None
     status, _, err = run("plan", "refitted", "--shapes", "shapes.json")
     assert status == 0 and "Memory was not measured: micro-batches stay within" in err

@@ -303,7 +303,8 @@ def test_commands_push_and_plan_from_a_branch(hub, config, tmp_path, monkeypatch
     monkeypatch.setenv("HF_TOKEN", WRITE_TOKEN)
     status, out, err = command("push", tmp_path / "config", "someone/wan", "--private", "--revision", "trial")
     assert status == 0 and out.startswith(f"{hub.url}/someone/wan/commit/")
-    assert err.splitlines()[-1] == "next: adaptiveload plan someone/wan --dataset DATASET --world-size 8"
+    following = "--dataset DATASET --world-size 8 --gradient-accumulation-steps 2 --revision trial"
+    assert err.splitlines()[-1] == f"next: adaptiveload plan someone/wan {following}"
     assert hub.repositories["someone/wan"].private and not hub.files("someone/wan")
     options = ("--shapes", tmp_path / "shapes.json", "--world-size", 8)
     status, out, err = command("plan", "someone/wan", *options, "--revision", "trial")

@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from ..errors import UserError
-from ..tables import say
+from ..tables import say, say_next
 
 Config = Annotated[str, typer.Argument(metavar="CONFIG", help="Bucket config: a folder or a Hub id (user/repo).")]
 Dataset = Annotated[str | None, typer.Option(metavar="DATASET", help="What `adaptiveload scan` takes.")]
@@ -107,6 +107,13 @@ def source_options(dataset, shapes):
 
 def rank_options(ranks):
     return [word for name, value in ranks.items() for word in ("--" + name.replace("_", "-"), str(value))]
+
+
+def say_next_plan(config, environment, *options):
+    """The next command is `plan` on the measured ranks, or where the config does not say them on usual ones."""
+    usual = {"world_size": 8, "gradient_accumulation_steps": 1}
+    ranks = {name: environment.get(name) or number for name, number in usual.items()}
+    say_next("adaptiveload", "plan", config, "--dataset", "DATASET", *rank_options(ranks), *options)
 
 
 def parse_geometry(patch_size, text_tokens):

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ..tables import print_json, print_table, say, say_next
-from .arguments import AsJson, PatchSize, TextTokens, parse_geometry
+from ..tables import print_json, print_table, say
+from .arguments import AsJson, PatchSize, TextTokens, parse_geometry, say_next_plan
 
 
 def fit(
@@ -56,7 +56,7 @@ def fit(
     _print_fit(config, fitted, describe_measurements(measured) if from_log is None else [], as_json)
     kind = "measurements" if from_log is None else "optimizer steps"
     say(f"{len(fitted.steps.names)} {kind} fitted; the bucket config is in {output}")
-    say_next("adaptiveload", "plan", str(output), "--dataset", "DATASET", "--world-size", "8")
+    say_next_plan(str(output), config.environment)
 
 
 def _fit_measurements(path):

@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-from ..tables import print_json, say_next
-from .arguments import AsJson, Config
+from ..tables import print_json
+from .arguments import AsJson, Config, say_next_plan
 
 
 def push(
@@ -25,6 +25,8 @@ def push(
     """
     from ..config import BucketConfig
 
-    url = BucketConfig.from_pretrained(config).push_to_hub(repository, private=private, revision=revision)
+    loaded = BucketConfig.from_pretrained(config)
+    url = loaded.push_to_hub(repository, private=private, revision=revision)
     print_json({"url": url}) if as_json else print(url)
-    say_next("adaptiveload", "plan", repository, "--dataset", "DATASET", "--world-size", "8")
+    branch = ("--revision", revision) if revision is not None else ()
+    say_next_plan(repository, loaded.environment, *branch)
