@@ -20,6 +20,7 @@ from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -194,8 +195,8 @@ def _make_repository(repo_id, token, private):
     if is_private != private:
         words = {True: "private", False: "public"}
         raise UserError(
-            f"{repo_id} exists and is {words[is_private]}, but private={private} was asked for. "
-            f"Make it {words[private]} in its settings on the Hub, or push with private=None."
+            f"{repo_id} exists and is {words[is_private]}, but private={private} (--{words[private]}) was "
+            f"asked for. Make it {words[private]} in its settings on the Hub, or push without --{words[private]}."
         )
     return repo_id
 
@@ -220,6 +221,8 @@ def _may_pass(error):
     status = _status(error)
     if isinstance(error, LocalEntryNotFoundError) and status is None:
         return False  # no network, or none wanted, and nothing in the cache
+    if isinstance(error, OfflineModeIsEnabled):
+        return False
     local = getattr(error, "filename", None) is not None  # a file of this machine that cannot be read
     return status == 429 or status >= 500 if status else not local
 
@@ -254,6 +257,8 @@ def _one_line(error):
 
 
 def _reason(error, repo_id):
+    if isinstance(error, OfflineModeIsEnabled):
+        return f"Nothing is pushed to {repo_id} while HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) is set. Unset it."
     status = _status(error)
     if status in (401, 403):
         return (

@@ -49,10 +49,11 @@ class PreflightReport:
 
     def __str__(self):
         worst = self.tried[0]
+        micro_steps = f"{worst.micro_steps} micro-step" + ("s" if worst.micro_steps > 1 else "")
         lines = [
-            f"preflight: {len(self.tried)} buckets, the worst ({_name(worst.bucket)}) with {worst.micro_steps} "
-            f"micro-steps, peak {worst.peak_gib:.1f} GiB; {sum(t.allocator_retries for t in self.tried)} allocator "
-            f"retries, {sum(t.graphs for t in self.tried)} graphs compiled; {self.seconds:.0f} s",
+            f"preflight: {len(self.tried)} buckets, the worst ({_name(worst.bucket)}) with {micro_steps}, peak "
+            f"{worst.peak_gib:.1f} GiB; {sum(t.allocator_retries for t in self.tried)} allocator retries, "
+            f"{sum(t.graphs for t in self.tried)} graphs compiled; {self.seconds:.0f} s",
         ]
         if self.checkpoint_seconds is not None:
             lines.append(f"preflight: a checkpoint was saved and loaded in {self.checkpoint_seconds:.0f} s")

@@ -235,6 +235,8 @@ def use_config_alone(accelerator, args, folder: Path):
 def keep_one_setup(output_dir: Path, setup: dict):
     """Points of another model or set-up must not be mixed in when a benchmark goes on.
 
+    Which model it is says the hash of its configuration; the same folder may be spelled in many ways.
+
     Raises:
         UserError: the folder was begun with another set-up; names what differs.
     """
@@ -246,7 +248,7 @@ def keep_one_setup(output_dir: Path, setup: dict):
                 f"{part}.{name}: {earlier[part].get(name)} there, {value} now"
                 for part, values in setup.items()
                 for name, value in values.items()
-                if earlier[part].get(name) != value
+                if name != "base_model" and earlier[part].get(name) != value
             ]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(

@@ -111,7 +111,7 @@ def test_a_value_of_another_type_is_named():
         ("cost_model.parameters.c1", -1, "cost_model.parameters.c1 must be a number from 0 to 1e.12, but it is -1"),
         ("cost_model.parameters.c1", "fast", "cost_model.parameters.c1 must be a number from 0"),
         ("cost_model.errors.median", "low", "cost_model.errors.median must be a number from 0"),
-        ("power_law.kind", "roofline", "power_law: A roofline cost model"),
+        ("power_law.kind", "roofline", "power_law: The roofline cost model"),
         ("memory_model.base_gib", True, "memory_model.base_gib must be a number from 0 to .*, but it is True"),
         ("memory_model.slope", 1, "memory_model must have the keys base_gib, gib_per_token and may have floor_gib"),
         ("memory_model.known_tokens", 0.5, "memory_model.known_tokens must be a whole number of at least 1"),
@@ -150,6 +150,7 @@ def test_a_missing_field_is_named(folder):
         (b'{"format_version": NaN}', "NaN stands where a finite number must be"),
         (b'{"format_version": Infinity}', "Infinity stands where"),
         (b'{"gpu": "\xff"}', "is not UTF-8 text"),
+        (b'{"format_version": 2, "model": {"patch_size": 1, "patch_size": 2}}', "has patch_size twice in one object"),
     ],
 )
 def test_a_file_that_is_no_json_is_named(folder, content, words):

@@ -125,8 +125,11 @@ def test_private_is_kept_and_never_ignored(hub, config):
         load()
     assert same(load(token=READ_TOKEN), config)
     config.push_to_hub("someone/open", token=WRITE_TOKEN)
-    with pytest.raises(UserError, match="someone/open exists and is public, but private=True was asked for"):
+    with pytest.raises(
+        UserError, match=r"someone/open exists and is public, but private=True .* without --private"
+    ) as it:
         config.push_to_hub("someone/open", token=WRITE_TOKEN, private=True)
+    assert "private=None" not in str(it.value)
     assert len(hub.repositories["someone/open"].uploads) == 1
 
 
@@ -183,6 +186,16 @@ def test_a_push_that_may_not_be_is_refused_at_once(hub, config, options, words):
     with pytest.raises(UserError, match=words):
         config.push_to_hub(**{"repo_id": "someone/wan", **options})
     assert not hub.pauses
+
+
+@pytest.mark.parametrize("repo_id", ["wan", "someone/wan"])
+def test_a_push_while_the_hub_is_switched_off_is_refused_at_once_and_names_the_setting(
+    hub, config, monkeypatch, repo_id
+):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=f"Nothing is pushed to {repo_id} while HF_HUB_OFFLINE .* is set. Unset it"):
+        config.push_to_hub(repo_id, token=WRITE_TOKEN)
+    assert not hub.pauses and not hub.requests
 
 
 def test_a_hub_that_stumbles_once_is_asked_again_for_a_config(hub, config):

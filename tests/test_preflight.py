@@ -1,5 +1,7 @@
 """Does a preflight find what would end a run later, and is the run afterwards the one without it?"""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
@@ -31,6 +33,8 @@ def test_a_run_after_a_preflight_is_bit_by_bit_the_run_without(run, tmp_path, st
     assert not (tmp_path / "checkpoint").exists()
     assert f"preflight: {len(SIZES)} buckets, the worst (3x8x8 at batch size 1) with 2 micro-steps" in str(report)
     assert "a checkpoint was saved and loaded" in str(report)
+    alone = replace(report, tried=(replace(report.tried[0], micro_steps=1),))
+    assert "the worst (3x8x8 at batch size 1) with 1 micro-step, peak" in str(alone)
 
 
 @pytest.mark.distributed

@@ -225,7 +225,7 @@ def cost_model_from_dict(saved: dict) -> CostModel:
         isinstance(v, (int, float)) and 0 <= v < np.inf for v in found.values()
     ):
         raise UserError(
-            f"A {model.kind} cost model has the non-negative parameters {sorted(expected)}, but found {found}."
+            f"The {model.kind} cost model has the non-negative parameters {sorted(expected)}, but found {found}."
         )
     loaded = model(**{name: float(value) for name, value in found.items()})
     if loaded.seconds(1, 1) <= 0:

@@ -145,7 +145,7 @@ def test_laws_of_other_models_are_predicted_to_one_percent_above_the_floor_whate
 def test_a_roofline_saved_before_it_had_a_fixed_part_is_read():
     parameters = {"floor": 0.4, "c0": 0.001, "c1": 3e-5, "c2": 1.5e-9}
     assert cost_model_from_dict({"kind": "roofline", "parameters": parameters}) == Roofline(**parameters, a=0.0)
-    with pytest.raises(UserError, match="has the non-negative parameters"):
+    with pytest.raises(UserError, match="The roofline cost model has the non-negative parameters"):
         cost_model_from_dict({"kind": "roofline", "parameters": {"floor": 0.4, "c0": 0.001, "c1": 3e-5}})
 
 

@@ -1,8 +1,10 @@
 """Does one command go from a model and a dataset to a bucket config, and go on after an interruption?"""
 
 import json
+import os
 import shutil
 import sys
+from pathlib import Path
 
 import benchmark_shapes
 import pytest
@@ -99,8 +101,16 @@ def test_what_was_measured_before_is_kept_and_pushed_but_never_mixed_with_anothe
     assert {"bucket_config.json", "README.md"} <= set(pushed)
     assert (tmp_path / "measurements.jsonl").read_text() == before, "nothing was left to measure"
     assert BucketConfig.from_pretrained(tmp_path).cost_model.seconds(1, 4) == pytest.approx(0.07, rel=0.1)
+    spelled = Path(os.path.relpath(tiny_pipeline))
+    assert str(spelled) != str(tiny_pipeline)
+    benchmark("--pretrained_model_name_or_path", spelled)
+    assert (tmp_path / "measurements.jsonl").read_text() == before
     with pytest.raises(UserError, match=r"another set-up:\n  environment.patched: True there, False now"):
         benchmark("--no_patch")
+    setup = (tmp_path / "benchmark_setup.json").read_text()
+    (tmp_path / "benchmark_setup.json").write_text(setup.replace('"config_hash": "', '"config_hash": "of another '))
+    with pytest.raises(UserError, match=r"another set-up:\n  model.config_hash: of another "):
+        benchmark()
     (tmp_path / "benchmark_setup.json").write_text('{"model": ')
     with pytest.raises(UserError, match=r"benchmark_setup\.json should say .* but it is damaged"):
         benchmark()
