@@ -343,6 +343,17 @@ def test_without_measured_memory_the_largest_measured_micro_batch_is_the_limit_a
     assert plan.findings[0].startswith("Memory was not measured")
 
 
+def test_measured_memory_of_a_gpu_of_unknown_size_is_said_to_be_that_and_how_to_tell_it():
+    config = make_config(environment={})
+    plan, largest = config.plan(COUNTS, **RANKS), max(m.batch_size * m.tokens for m in config.measurements)
+    assert plan.buckets[0].gib is not None and plan.m_mem_tokens == largest
+    assert plan.findings[0] == (
+        "Memory was measured, but the GPU's size is not known (pass --memory-limit-gib): micro-batches stay within "
+        f"{largest} tokens, known to fit."
+    )
+    assert "not known" not in " ".join(config.plan(COUNTS, **RANKS, memory_limit_gib=20).findings)
+
+
 def test_another_world_size_is_stated_as_an_assumption(config):
     findings = config.plan(COUNTS, world_size=4).findings
     assert [finding for finding in findings if finding.startswith("Measured on 8 ranks, planned for 4")]

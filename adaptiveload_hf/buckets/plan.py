@@ -17,6 +17,9 @@ POLICIES = ("dual", "equal_token", "equal_time", "fixed")
 _TARGETS_TRIED = 24
 # What a policy must lose in predicted samples/s before the plan calls it harmful; less is the noise of the excerpt.
 _HARM = 0.01
+# Why no memory limit in GiB holds, so that tokens known to fit are the limit.
+_NOT_MEASURED = "Memory was not measured"
+_NO_SIZE = "Memory was measured, but the GPU's size is not known (pass --memory-limit-gib)"
 # What samples_per_step may be missed by before the plan looks for a K that reaches it.
 _NEAR = 0.05
 
@@ -160,7 +163,8 @@ def make_plan(
 
     target = _target(work, policy, target_seconds, samples_per_step)
     sizes, bounds = _batch_sizes(work, policy, target, token_budget)
-    findings = _findings(work, policy, target, samples_per_step, sizes, limited)
+    unlimited = None if limited else _NOT_MEASURED if memory is None else _NO_SIZE
+    findings = _findings(work, policy, target, samples_per_step, sizes, unlimited)
     if limited and policy == "equal_time":
         _check_memory(work, memory, memory_limit_gib, sizes)
     gib = [None] * len(shapes) if memory is None else [float(memory.gib(b, s)) for b, s in zip(sizes, tokens)]
@@ -294,10 +298,10 @@ def _findings(
     target: float | None,
     samples_per_step: float | None,
     sizes: np.ndarray,
-    limited: bool,
+    unlimited: str | None,
 ) -> tuple[str, ...]:
     """What the user should know before training with this plan."""
-    findings = [_memory_finding(work, sizes, limited)]
+    findings = [_memory_finding(work, sizes, unlimited)]
     if policy == "dual" and work.m_mem_tokens is not None:
         findings += _compute_finding(work, target, samples_per_step, sizes)
     if samples_per_step is not None:
@@ -311,15 +315,15 @@ def _findings(
     return tuple(finding for finding in findings if finding)
 
 
-def _memory_finding(work: Workload, sizes: np.ndarray, limited: bool) -> str | None:
+def _memory_finding(work: Workload, sizes: np.ndarray, unlimited: str | None) -> str | None:
     if work.m_mem_tokens is None:
         return "No memory model or limit: nothing keeps a micro-batch from running out of memory."
     over = ", ".join(str(shape) for shape, more in zip(work.shapes, sizes * work.tokens > work.m_mem_tokens) if more)
-    if limited:
+    if unlimited is None:
         return over and f"Over the memory limit: {over}."
     if over:
-        return f"Memory was not measured: known to fit are {work.m_mem_tokens} tokens, and these may not: {over}."
-    return f"Memory was not measured: micro-batches stay within {work.m_mem_tokens} tokens, known to fit."
+        return f"{unlimited}: known to fit are {work.m_mem_tokens} tokens, and these may not: {over}."
+    return f"{unlimited}: micro-batches stay within {work.m_mem_tokens} tokens, known to fit."
 
 
 def _compute_finding(work: Workload, target: float, samples_per_step: float | None, sizes: np.ndarray) -> list[str]:
