@@ -171,8 +171,10 @@ def _before_and_after(config, shape_counts, ranks, options):
 
 
 def _sentence(config, counts, world_size, gradient_accumulation_steps):
-    model, gpu = config.model.get("class", "the model"), config.environment.get("gpu") or "CPU"
-    origin = {"benchmark": f"measured on {gpu}", "training_log": f"learnt from a run on {gpu}"}.get(
+    model = config.model.get("class", "the model")
+    # A benchmark without a GPU says so with None; without the key nobody knows what was measured on.
+    hardware = f" on {config.environment['gpu'] or 'CPU'}" if "gpu" in config.environment else ""
+    origin = {"benchmark": f"measured{hardware}", "training_log": f"learnt from a run{hardware}"}.get(
         config.origin, "counted from its config, not measured"
     )
     return escape(

@@ -141,6 +141,14 @@ def test_a_config_learnt_from_a_run_is_shown_as_such_and_without_a_run_the_rest_
 
 
 @pytest.mark.parametrize(
+    ("environment", "words"), [({}, "Model measured."), ({"gpu": None}, "Model measured on CPU.")]
+)
+def test_the_report_names_only_hardware_that_the_config_names(tmp_path, environment, words):
+    files, _ = write_report(tmp_path / "report.html", make_config(environment), COUNTS, **RANKS)
+    assert words in files[0].read_text()
+
+
+@pytest.mark.parametrize(
     ("line", "reason"),
     [
         ('{"step": 2, "los', "it is no whole JSON"),
