@@ -62,6 +62,7 @@ def buckets_png(plan, unit, memory_limit_gib):
 def ranks_png(schedules, shapes, tokens, unit):
     """
     One lane a rank over the first micro-steps: each bar is a micro-batch, grey is waiting for the slowest rank.
+    The panels hold different samples, so each says how many, and how long the whole epoch takes.
 
     Args:
         schedules: dict of title -> `EpochSchedule`, drawn one below the other.
@@ -75,14 +76,17 @@ def ranks_png(schedules, shapes, tokens, unit):
     figure = new_figure(12, 1.3 + len(schedules) * (0.9 + 0.2 * lanes))
     axes = figure.subplots(len(schedules), 1, squeeze=False)[:, 0]
     colours, mappable = token_colours(tokens)
-    costs = [_first_micro_steps(schedule) for schedule in schedules.values()]
-    longest = max(cost.max(axis=1).sum() for cost in costs)
-    for axis, (title, schedule), cost in zip(axes, schedules.items(), costs):
+    costs = [schedule.cost.reshape(-1, schedule.world_size) for schedule in schedules.values()]
+    longest = max(cost[:MICRO_STEPS].max(axis=1).sum() for cost in costs)
+    for axis, (title, schedule), epoch in zip(axes, schedules.items(), costs):
+        cost = epoch[:MICRO_STEPS]
         _draw_lanes(axis, schedule, cost, colours)
         waiting = 1 - cost.mean() / cost.max(axis=1).mean()
         tidy(axis, f"{title}: {waiting:.0%} of the ranks' time is waiting (grey)", "x")
         axis.set_xlim(0, longest)  # the same scale for all, so that lengths can be compared
-        axis.set_xlabel(f"predicted {unit} of the first {len(cost)} micro-steps", color=TEXT)
+        samples = schedule.sizes[: cost.size][schedule.loss_weight[: cost.size] > 0].sum()
+        words = f"predicted {unit} of the first {len(cost)} micro-steps, which hold {samples:,} samples"
+        axis.set_xlabel(f"{words} (the whole epoch: {epoch.max(axis=1).sum():.4g} {unit})", color=TEXT)
     named = [[str(s) for s, t in zip(shapes, tokens) if t == length] for length in sorted(set(tokens))]
     names = ["\n".join([*same[:2], *(["..."] if len(same) > 2 else [])]) for same in named]  # one colour for them
     bar = figure.colorbar(mappable, ax=axes, aspect=35, pad=0.01)
@@ -106,8 +110,3 @@ def _draw_lanes(axis, schedule, cost, colours):
     axis.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
     axis.set_ylim(len(ranks) - 0.5, -0.5)
     axis.tick_params(axis="y", length=0)
-
-
-def _first_micro_steps(schedule):
-    """Predicted cost of the first micro-steps, float64 [micro-steps, ranks]."""
-    return schedule.cost.reshape(-1, schedule.world_size)[:MICRO_STEPS]

@@ -15,7 +15,7 @@ from .environment import memory_limit
 from .errors import UserError
 from .figures import require_matplotlib
 from .fit_figures import errors_png, fit_png
-from .load_figures import BOUND_BY, buckets_png, ranks_png
+from .load_figures import BOUND_BY, MICRO_STEPS, buckets_png, ranks_png
 from .run_figures import run_png
 
 METRICS_FILE = "metrics.jsonl"
@@ -217,7 +217,9 @@ def _load(picture, plan, schedules, unit):
     yield "<h2>Who waits for whom</h2>"
     yield (
         "<p>Each lane is one rank. A bar is one micro-batch, its colour the shape of its samples. Ranks meet at the "
-        "end of each micro-step (white line): whoever is done earlier waits, in grey.</p>"
+        "end of each micro-step (white line): whoever is done earlier waits, in grey. "
+        f"Panels that stop after {MICRO_STEPS} micro-steps hold different samples: the table below compares the "
+        "whole epochs, whose samples are the same.</p>"
     )
     tokens = [bucket.tokens for bucket in plan.buckets]
     yield picture("ranks", ranks_png(schedules, plan.shapes, tokens, unit), "work and waiting of each rank")

@@ -12,6 +12,7 @@ from support.measured import ENVIRONMENT, make_config, measure
 from adaptiveload_hf import BucketConfig, LatentShape, UserError
 from adaptiveload_hf.buckets.cost import Additive, PowerLaw
 from adaptiveload_hf.buckets.schedule import schedule_epoch
+from adaptiveload_hf.buckets.simulate import simulate
 from adaptiveload_hf.fit_figures import fit_png
 from adaptiveload_hf.load_figures import ranks_png
 from adaptiveload_hf.report import read_metrics, write_report
@@ -98,6 +99,25 @@ def test_shapes_of_one_length_share_a_colour_and_are_both_named(monkeypatch):
     assert [label.get_text() for label in figure.axes[-1].get_yticklabels()] == ["1x60x104\n1x104x60", "5x60x104"]
 
 
+def test_lanes_of_different_samples_say_how_many_they_hold_and_how_long_the_epoch_takes(monkeypatch):
+    monkeypatch.setattr("adaptiveload_hf.load_figures.to_png", lambda figure: figure)
+    counts, cost = (
+        {LatentShape.parse(shape): 200 * count for shape, count in SAMPLES.items()},
+        make_config().cost_model,
+    )
+    plans = [make_config().plan(counts, policy=policy, **RANKS) for policy in ("equal_token", "dual")]
+    buckets = np.repeat(np.arange(len(counts)), [bucket.count for bucket in plans[0].buckets])
+    schedules = [schedule_epoch(buckets, plan, cost, balance="none", **RANKS) for plan in plans]
+    figure = ranks_png(dict(zip("AB", schedules)), plans[0].shapes, [b.tokens for b in plans[0].buckets], "seconds")
+    held = [int(schedule.sizes[: 50 * RANKS["world_size"]].sum()) for schedule in schedules]
+    assert held[0] != held[1]
+    for axis, samples, schedule in zip(figure.axes, held, schedules):
+        assert axis.get_xlabel() == (
+            f"predicted seconds of the first 50 micro-steps, which hold {samples:,} samples "
+            f"(the whole epoch: {simulate(schedule).epoch_seconds:.4g} seconds)"
+        )
+
+
 def test_waiting_is_less_grey_after_than_before(written):
     lanes = pictures(written[1])["ranks"][..., :3]
     grey = (np.abs(lanes - 0.82) < 0.01).all(axis=2)
@@ -110,6 +130,7 @@ def test_the_page_tells_a_newcomer_what_was_gained_and_what_its_words_mean(writt
     facts = re.search(r'<div class="facts">.*?</div></div>', page).group()
     assert re.search(r"<b>1\.\d\dx</b>the speed of before", facts)
     assert re.search(r"<b>\d+% to \d%</b>of the ranks' time is waiting", facts)
+    assert "Panels that stop after 50 micro-steps hold different samples: the table below compares" in page
     for word in ("shape", "bucket", "micro-batch, B", "micro-step", "optimizer step"):
         assert f"<dt>{word}</dt>" in page
 
