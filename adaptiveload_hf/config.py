@@ -186,15 +186,9 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         """
         folder = Path(pretrained_model_name_or_path)
         if not folder.is_dir():
-            folder = download(
-                str(pretrained_model_name_or_path),
-                [CONFIG_FILE, MEASUREMENTS_FILE],
-                revision=revision,
-                token=token,
-                cache_dir=cache_dir,
-                force_download=force_download,
-                local_files_only=local_files_only,
-            )
+            files = [CONFIG_FILE, MEASUREMENTS_FILE]
+            options = {"cache_dir": cache_dir, "force_download": force_download, "local_files_only": local_files_only}
+            folder = download(str(pretrained_model_name_or_path), files, revision=revision, token=token, **options)
         fields = read_fields(folder / CONFIG_FILE)
         path = folder / MEASUREMENTS_FILE
         measurements, problems = ([], []) if is_counted(fields) else read_config_measurements(path)
@@ -232,22 +226,28 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         if push_to_hub:
             self._push(folder, push_options.pop("repo_id", folder.resolve().name), **push_options)
 
-    def push_to_hub(self, repo_id: str, **options: Any) -> str:
+    def push_to_hub(self, repo_id: str, *, saved_in: str | Path | None = None, **options: Any) -> str:
         """
         Upload the files that `save_pretrained` writes to a model repository, which is made if missing.
 
         Args:
             repo_id: "user/repo", or "repo" for your own namespace.
+            saved_in: folder with this config, if there is one, so that a failed push keeps no other.
             options: `token`, `private`, `revision` and `commit_message` of `hub.push_folder`.
 
         Returns: URL of the commit, str.
 
         Raises:
-            UserError: as in `hub.push_folder`; the files are then kept in a folder that the message names.
+            UserError: as in `hub.push_folder`; the message names the folder that has the files.
         """
         folder = Path(tempfile.mkdtemp(prefix="bucket_config_"))
-        url = self._push(folder, repo_id, **options)
-        shutil.rmtree(folder)
+        keep = saved_in is None
+        try:
+            url = self._push(folder, repo_id, saved_in=saved_in, **options)
+            keep = False
+        finally:
+            if not keep:
+                shutil.rmtree(folder)
         return url
 
     def plan(

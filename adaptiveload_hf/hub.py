@@ -146,7 +146,9 @@ def full_id(repo_id, *, token=None):
         raise UserError(_reason(error, repo_id)) from error
 
 
-def push_folder(folder, files, repo_id, *, token=None, private=None, revision=None, commit_message="Upload files"):
+def push_folder(
+    folder, files, repo_id, *, token=None, private=None, revision=None, saved_in=None, commit_message="Upload files"
+):
     """
     Upload files of a folder, and nothing else in it, to a model repository, which is made if missing.
 
@@ -160,6 +162,7 @@ def push_folder(folder, files, repo_id, *, token=None, private=None, revision=No
         token: one that may write; None takes that of `hf auth login`.
         private: whether a new repository is private; None leaves it to the Hub's defaults.
         revision: branch, made if missing; None is the main one.
+        saved_in: the folder that messages name, where `folder` does not stay.
         commit_message: title of the commit.
 
     Returns: URL of the commit, str.
@@ -168,7 +171,8 @@ def push_folder(folder, files, repo_id, *, token=None, private=None, revision=No
         UserError: not logged in, no right to write, another visibility than asked for, a card that the Hub refuses, or
             the Hub fails. The message has the command that uploads the folder later.
     """
-    later = _upload_command(folder, files, repo_id, private, revision)
+    saved_in = saved_in or folder
+    later = _upload_command(saved_in, files, repo_id, private, revision)
     try:
         repo_id = _make_repository(repo_id, token, private)
         if revision is not None:
@@ -176,11 +180,11 @@ def push_folder(folder, files, repo_id, *, token=None, private=None, revision=No
         options = {"token": token, "revision": revision, "commit_message": commit_message}
         commit = _patiently(upload_folder, repo_id=repo_id, folder_path=folder, allow_patterns=files, **options)
     except UserError as error:
-        raise UserError(f"{error} It is saved in {folder}.") from error
+        raise UserError(f"{error} It is saved in {saved_in}.") from error
     except _PUSH_FAILURES as error:
-        raise UserError(f"{_reason(error, repo_id)} It is saved in {folder}. To upload it later: {later}") from error
+        raise UserError(f"{_reason(error, repo_id)} It is saved in {saved_in}. To upload it later: {later}") from error
     except ValueError as error:  # what huggingface_hub raises where the Hub's check of a card fails
-        refusal = f"{repo_id} was not pushed: {_one_line(error)}. It is saved in {folder}. Mend that, then: {later}"
+        refusal = f"{repo_id} was not pushed: {_one_line(error)}. It is saved in {saved_in}. Mend that, then: {later}"
         raise UserError(refusal) from error
     return commit.commit_url
 

@@ -325,7 +325,10 @@ def test_commands_push_and_plan_from_a_branch(hub, config, tmp_path, monkeypatch
     assert command("plan", "someone/wan", *options)[0] == 1
     hub.fail(COMMIT, 403)
     status, out, err = command("push", tmp_path / "config", "someone/other")
-    assert (status, out) == (1, "") and "To upload it later: hf upload someone/other" in err
+    assert (status, out) == (1, "")
+    folder = tmp_path / "config"
+    assert f"It is saved in {folder}. To upload it later: hf upload someone/other {folder} . --include" in err
+    assert not list(tmp_path.glob("bucket_config_*")), "the folder is the copy"
 
 
 def test_a_config_is_counted_from_a_model_on_the_hub(hub, tmp_path):

@@ -1,5 +1,6 @@
 """`adaptiveload push`: how does a bucket config get to the Hub?"""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -25,8 +26,8 @@ def push(
     """
     from ..config import BucketConfig
 
-    loaded = BucketConfig.from_pretrained(config)
-    url = loaded.push_to_hub(repository, private=private, revision=revision)
+    loaded, folder = BucketConfig.from_pretrained(config), config if Path(config).is_dir() else None
+    url = loaded.push_to_hub(repository, saved_in=folder, private=private, revision=revision)
     print_json({"url": url}) if as_json else print(url)
     branch = ("--revision", revision) if revision is not None else ()
     say_next_plan(repository, loaded.environment, *branch)
