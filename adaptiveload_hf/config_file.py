@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from collections import Counter
 
 import numpy as np
 
@@ -69,7 +70,7 @@ def read_fields(path):
     Returns: dict with the keys FIELDS; an older `format_version` is brought up to FORMAT_VERSION.
 
     Raises:
-        UserError: no such file, no JSON, a newer `format_version`, a key missing or unknown.
+        UserError: no such file, no JSON, a newer `format_version`, a key missing, unknown or there twice.
     """
     if not path.is_file():
         raise UserError(f"{path.parent} holds no {path.name}. Give a folder that BucketConfig.save_pretrained wrote.")
@@ -77,8 +78,16 @@ def read_fields(path):
     def refuse(constant):
         raise UserError(f"{path}: {constant} stands where a finite number must be. Correct it.")
 
+    def take_once(pairs):
+        taken = dict(pairs)
+        if len(taken) < len(pairs):
+            twice = sorted(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
+            raise UserError(f"{path} has {', '.join(twice)} twice in one object. Keep the line that is right.")
+        return taken
+
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+        text = path.read_text(encoding="utf-8")
+        fields = json.loads(text, parse_constant=refuse, object_pairs_hook=take_once)
     except json.JSONDecodeError as error:
         raise UserError(
             f"{path} is not whole JSON: {error.msg} in line {error.lineno}. Correct it, or fit again: "

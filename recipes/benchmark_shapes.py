@@ -29,7 +29,7 @@ from training_loop import run_micro_step
 
 from adaptiveload_hf import BucketConfig, LatentShape, UserError, fit_cost_model, make_accelerator
 from adaptiveload_hf.benchmark import measure_shapes, measure_steps
-from adaptiveload_hf.buckets.fit import describe_measurements, find_outliers
+from adaptiveload_hf.buckets.fit import SURE_POINTS, describe_measurements, find_outliers
 from adaptiveload_hf.buckets.points import Point
 from adaptiveload_hf.buckets.shapes import read_shapes, shape_counts
 from adaptiveload_hf.buckets.sources import load_prepared
@@ -57,7 +57,7 @@ def parse_args(argv=None) -> argparse.Namespace:
         "--max_points",
         type=int,
         default=12,
-        help="(shape, batch size) pairs to time, at most; under 9 the law is a guess",
+        help=f"(shape, batch size) pairs to time, at most; under {SURE_POINTS} the law is a guess",
     )
     add("--push_to_hub", action="store_true")
     add("--hub_model_id", help="repository, default: the name of --output_dir")

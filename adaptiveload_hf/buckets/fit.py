@@ -21,6 +21,7 @@ _ON_FLOOR = 1.02
 _KNOWN_SPAN = 2
 _SAMPLE_SPAN = 4
 _FRAGMENTED = 1.1  # held over used, at large steps; plans keep 10% of the GPU free for it
+SURE_POINTS = 9  # over two for each part of a law: floor, fixed, linear and quadratic
 
 
 @dataclass(frozen=True)
@@ -228,9 +229,9 @@ def describe_measurements(measurements: Sequence[Measurement]) -> list[str]:
 
     Repeats that disagree in memory, points that ran out of memory below one that fitted, memory lost to fragmentation,
     parts of the cost that the points leave to the form of the law, and a slope of memory that they do
-    not tell, with the point to add.
+    not tell, with the point to add; and fewer points than SURE_POINTS.
     """
-    parts = (_repeats, _contradictions, _fragmentation, _weak_parts, _unknown_slope)
+    parts = (_repeats, _contradictions, _fragmentation, _weak_parts, _unknown_slope, _few_points)
     return [sentence for part in parts for sentence in part(measurements)]
 
 
@@ -302,6 +303,17 @@ def _unknown_slope(measurements):
         f"{rise} above the floor of {memory.floor_gib:.1f} GiB, so how memory grows beyond B*S = "
         f"{memory.known_tokens} is not known; plans take it as proportional to B*S, the most it can be. Add "
         f"{shortest.shape} at batch size {math.ceil(_KNOWN_SPAN * memory.known_tokens / shortest.tokens)}."
+    ]
+
+
+def _few_points(measurements):
+    points = {(m.tokens, m.batch_size) for m in measurements if not m.oom}
+    if len(points) >= SURE_POINTS:
+        return []
+    return [
+        f"The law is a guess: it follows {len(points)} points (shape and batch size) of {len({t for t, _ in points})} "
+        f"shapes, not {SURE_POINTS} or more. Add {SURE_POINTS - len(points)}: recipes/benchmark_shapes.py goes on in "
+        "the same --output_dir, with a larger --max_points."
     ]
 
 

@@ -92,6 +92,15 @@ def ranks_of(config, world_size, gradient_accumulation_steps):
     return given
 
 
+def check_policies(config, policies):
+    """No option gives batch sizes, so `fixed` needs those of the config."""
+    if "fixed" in policies and not config.batch_sizes:
+        raise UserError(
+            "--policy fixed takes the config's own batch sizes (adaptiveload count --batch-size), but this config has "
+            "none. Take dual, equal_token or equal_time."
+        )
+
+
 def parse_target(text):
     if text == "auto":
         return text

@@ -17,6 +17,7 @@ from .arguments import (
     Shapes,
     TargetSeconds,
     WorldSize,
+    check_policies,
     load,
     parse_target,
     rank_options,
@@ -36,7 +37,10 @@ def plan(
     target_seconds: TargetSeconds = "auto",
     samples_per_step: SamplesPerStep = None,
     policy: Annotated[
-        str | None, typer.Option(help="dual, equal_token, equal_time or fixed. Default: dual, or the config's own B.")
+        str | None,
+        typer.Option(
+            help="dual, equal_token, equal_time, or fixed: the config's own B, the default where it has any."
+        ),
     ] = None,
     allow_extrapolation: Extrapolate = False,
     as_json: AsJson = False,
@@ -48,6 +52,7 @@ def plan(
       adaptiveload plan config --dataset prepared --world-size 8 --gradient-accumulation-steps 2
     """
     loaded, samples = load(config, dataset, shapes, revision)
+    check_policies(loaded, [policy])
     ranks = ranks_of(loaded, world_size, gradient_accumulation_steps)
     made = loaded.plan(
         samples.counts,

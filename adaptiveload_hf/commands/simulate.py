@@ -16,6 +16,7 @@ from .arguments import (
     SamplesPerStep,
     Shapes,
     TargetSeconds,
+    check_policies,
     load,
     parse_target,
     ranks_of,
@@ -53,7 +54,10 @@ def simulate(
     gradient_accumulation_steps: Annotated[
         list[int] | None, typer.Option(min=1, help="Micro-steps in an optimizer step; may be repeated.")
     ] = None,
-    policy: Annotated[list[str] | None, typer.Option(help="dual, equal_token, equal_time, fixed; repeatable.")] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="dual, equal_token, equal_time, or fixed: the config's own B. May be repeated."),
+    ] = None,
     balance: Annotated[list[str] | None, typer.Option(help="none, step, window:n, auto; may be repeated.")] = None,
     memory_limit_gib: MemoryLimit = None,
     target_seconds: TargetSeconds = "auto",
@@ -74,6 +78,7 @@ def simulate(
     from ..buckets.simulate import BALANCES
 
     loaded, samples = load(config, dataset, shapes, revision)
+    check_policies(loaded, policy or [])
     ranks = ranks_of(loaded, world_size or None, gradient_accumulation_steps or None)
     world_sizes, accumulations = (n if isinstance(n, list) else [n] for n in ranks.values())
     rows = loaded.compare(

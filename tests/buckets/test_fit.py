@@ -67,14 +67,25 @@ def test_steps_on_the_floor_alone_are_refused_with_the_point_to_add():
 
 def test_batch_sizes_that_differ_on_the_floor_alone_are_told_with_the_point_to_add():
     grid = [("1x32x32", 1), ("1x32x32", 2), ("1x32x32", 4), *((shape, 1) for shape in list(SHAPES)[2:])]
-    (found,) = describe_measurements(steps(Roofline(0.15, 0.001, 3e-5, 1.5e-9), grid=grid))
+    found, few = describe_measurements(steps(Roofline(0.15, 0.001, 3e-5, 1.5e-9), grid=grid))
     assert "(0.15 s) have batch size 1," in found and found.endswith("Add 5x60x104 at batch size 2.")
+    assert few.startswith("The law is a guess: it follows 6 points")
     assert describe_measurements(steps()) == []
+
+
+def test_a_law_of_fewer_than_nine_points_is_called_a_guess_with_what_to_add_and_repeats_do_not_count():
+    (found,) = describe_measurements([*steps(grid=GRID[3:11]), *steps(grid=GRID[3:11])])
+    assert found == (
+        "The law is a guess: it follows 8 points (shape and batch size) of 3 shapes, not 9 or more. Add 1: "
+        "recipes/benchmark_shapes.py goes on in the same --output_dir, with a larger --max_points."
+    )
+    assert describe_measurements(steps(grid=GRID[3:12])) == []
 
 
 def test_one_shape_above_the_floor_is_told():
     grid = [("1x32x32", 1), ("1x32x32", 4), ("21x60x104", 1), ("21x60x104", 2)]
-    (found,) = describe_measurements(steps(grid=grid))
+    found, few = describe_measurements(steps(grid=grid))
+    assert few.startswith("The law is a guess: it follows 4 points (shape and batch size) of 2 shapes, not 9 or more.")
     assert "have the shape 21x60x104, so linear and quadratic work cannot be told apart. Add another shape" in found
 
 
