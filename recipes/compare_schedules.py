@@ -97,10 +97,10 @@ def replay(args, counts, laws, output: Path) -> None:
         counters, warming_since = device_counters(), time.perf_counter()
         with training.kernels(kernels):
             timed = time_sizes(training, kernels, sizes)
-        spent = time.perf_counter() - warming_since - sum(timed.values())
+        spent, counted = time.perf_counter() - warming_since - sum(timed.values()), counted_since(counters)
         for arm, plan, schedule in made:
-            ranks = replayed_ranks(training, plan, schedule, timed)
-            measured = describe(ranks, schedule, plan, law_of(arm, laws)) | counted_since(counters)
+            ranks = replayed_ranks(training, plan, schedule, timed, counted)
+            measured = describe(ranks, schedule, plan, law_of(arm, laws))
             rows.append(predict(arm, plan, schedule, laws) | measured | {"warm_up_seconds": spent})
             print_rows(rows[-1:])
         write(output / "replay.json", args, counts, rows, training.environment)

@@ -34,11 +34,14 @@ def time_sizes(training: RandomTraining, name: str, sizes: list[tuple[LatentShap
     return seconds
 
 
-def replayed_ranks(training: RandomTraining, plan: BucketPlan, schedule: EpochSchedule, timed: dict) -> list[dict]:
+def replayed_ranks(
+    training: RandomTraining, plan: BucketPlan, schedule: EpochSchedule, timed: dict, counted: dict
+) -> list[dict]:
     """What each rank of the schedule would have measured, each micro-step as long as its slowest rank, no more.
 
     Args:
         timed: of `time_sizes`.
+        counted: of `counted_since`, while the sizes were timed.
     """
     shapes = [plan.buckets[bucket].shape for bucket in schedule.bucket]
     seconds = np.array([timed[size] for size in zip(shapes, schedule.sizes.tolist())])
@@ -52,9 +55,7 @@ def replayed_ranks(training: RandomTraining, plan: BucketPlan, schedule: EpochSc
             "starts": starts.tolist(),
             "reserved_gib": [memory.reserved_gib],
             "peak_gib": memory.peak_gib,
-            "peak_reserved_gib": memory.reserved_gib,
-            "allocator_retries": memory.retries,
-            "recompiles": 0,
+            **counted,
         }
         for rank in range(schedule.world_size)
     ]
