@@ -13,11 +13,11 @@ from pathlib import Path
 import sd3_training
 import wan_training
 from accelerate.utils import broadcast_object_list, set_seed
-from diffusers import DiffusionPipeline
 from flow_matching import make_flow_matching
 from lora import add_lora_arguments
 from model_setup import (
     describe_run,
+    load_index,
     load_transformer,
     load_transformer_config,
     prepare_training,
@@ -192,13 +192,7 @@ def family_of(args):
         UserError: no pipeline there, or one of another transformer.
     """
     name = args.pretrained_model_name_or_path
-    try:
-        index = DiffusionPipeline.load_config(name, revision=args.revision)
-    except OSError as error:
-        raise UserError(
-            f"expected a pipeline (folder or Hub id) with model_index.json, but {name!r}: {error}"
-        ) from None
-    found = index.get("transformer", [None, None])[1]
+    found = load_index(args, "a pipeline").get("transformer", [None, None])[1]
     if found not in FAMILIES:
         raise UserError(
             f"{name} has the transformer {found}, but steps are known of {', '.join(FAMILIES)}. Time your own loop "

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator, init_empty_weights
 from accelerate.utils import DistributedType
+from diffusers import DiffusionPipeline
 from diffusers.optimization import get_scheduler
 from lora import add_lora, leave_frozen_out
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -17,6 +18,22 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from adaptiveload_hf import UserError, patch_model
 from adaptiveload_hf.config import current_environment
 from adaptiveload_hf.distributed import strategy_of
+
+
+def load_index(args, kind: str) -> dict:
+    """The pipeline's model_index.json.
+
+    Args:
+        kind: of the pipeline expected, for the message: "a Wan pipeline".
+
+    Raises:
+        UserError: there is no such pipeline.
+    """
+    name = args.pretrained_model_name_or_path
+    try:
+        return DiffusionPipeline.load_config(name, revision=args.revision)
+    except OSError as error:
+        raise UserError(f"expected {kind} (folder or Hub id) with model_index.json, but {name!r}: {error}") from None
 
 
 def load_part(part_class, args, subfolder: str) -> dict:

@@ -6,7 +6,8 @@ import pyarrow.compute
 import torch
 from accelerate import Accelerator
 from data_setup import check_widths
-from diffusers import DiffusionPipeline, SD3Transformer2DModel
+from diffusers import SD3Transformer2DModel
+from model_setup import load_index
 
 from adaptiveload_hf import TokenGeometry, UserError
 from adaptiveload_hf.buckets.shapes import read_shapes
@@ -34,13 +35,7 @@ def choose_variant(args) -> SD3Variant:
         UserError: no pipeline, one of another transformer, or a flag of Wan's.
     """
     name = args.pretrained_model_name_or_path
-    try:
-        index = DiffusionPipeline.load_config(name, revision=args.revision)
-    except OSError as error:
-        raise UserError(
-            f"expected an SD3 pipeline (folder or Hub id) with model_index.json, but {name!r}: {error}"
-        ) from None
-    found = index.get("transformer", [None, None])[1]
+    found = load_index(args, "an SD3 pipeline").get("transformer", [None, None])[1]
     if found != MODEL_CLASS.__name__:
         raise UserError(
             f"expected an SD3 pipeline, with the transformer {MODEL_CLASS.__name__}, but {name} has {found}. Wan is "

@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from data_setup import check_widths
 from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
-from model_setup import load_part
+from model_setup import load_index, load_part
 
 from adaptiveload_hf import TokenGeometry, UserError
 from adaptiveload_hf.distributed import model_input_dtype
@@ -40,13 +40,7 @@ def choose_variant(args) -> WanVariant:
     Raises:
         UserError: a pipeline of two experts without --expert, or a flag that this pipeline has no use for.
     """
-    try:
-        index = WanPipeline.load_config(args.pretrained_model_name_or_path, revision=args.revision)
-    except OSError as error:
-        raise UserError(
-            f"expected a Wan pipeline (folder or Hub id) with model_index.json, but "
-            f"{args.pretrained_model_name_or_path!r}: {error}"
-        ) from None
+    index = load_index(args, "a Wan pipeline")
     boundary, name = index.get("boundary_ratio"), args.pretrained_model_name_or_path
     if boundary is not None and args.expert is None:
         raise UserError(
