@@ -64,11 +64,11 @@ __device__ __forceinline__ void add_groups(float (&sums)[K][kPack], float* buffe
   }
 }
 
-// A thread reads NV packs of each of the ROWS rows that belong to a turn. EACH: every thread says that it has read them;
-// otherwise one for all of its group, after a barrier: the same, with fewer registers, but racecheck follows it only in
-// blocks of one group. DEALT: on Hopper a group learns which row is its own with the row, as tickets need it; otherwise
-// it knows before, which spares narrow rows 5% of their time.
-template <typename T, int ROWS, int NV, bool EACH = false, bool DEALT = false>
+// A thread reads NV packs of each of the ROWS rows that belong to a turn, and says so: one for all of its group, after a
+// barrier, would save registers and up to a point of the roof of narrow rows, but racecheck follows that only in blocks
+// of one group. DEALT: on Hopper a group learns which row is its own with the row, as tickets need it; otherwise it
+// knows before, which spares narrow rows 5% of their time.
+template <typename T, int ROWS, int NV, bool DEALT = false>
 struct Feed {
   static constexpr int kMostStages = 4;
   struct Signals {
@@ -131,7 +131,7 @@ struct Feed {
       for (int i = 0; i < stages * kMostGroups; ++i) {
         asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared(signals.arrivals) + 8 * i) : "memory");
         asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared(signals.departures) + 8 * i),
-                     "r"(EACH ? group.threads : 1)
+                     "r"(group.threads)
                      : "memory");
       }
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -209,7 +209,7 @@ struct Feed {
   // After a barrier of the group since it was read.
   template <typename Fetch>
   __device__ __forceinline__ void leave(const Fetch&) {
-    if (EACH || group.thread == 0) arrive(signals.departures[stage][group.index]);
+    arrive(signals.departures[stage][group.index]);
     row += runs.chunks * groups;
     if (++stage == stages) {
       stage = 0;

@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(Tile<KIND>::kMostThreads + kFeeders)
     forward_rows(const LayerNormForward p, const Segments segments, const Pipeline pipeline, const int joined) {
   constexpr bool TOKEN = Tile<KIND>::kToken;
   constexpr int NV = Tile<KIND>::kPacks;
-  using RowFeed = Feed<T, TOKEN ? 3 : 1, NV, true, Tile<KIND>::kDealt>;  // x, scale, shift
+  using RowFeed = Feed<T, TOKEN ? 3 : 1, NV, Tile<KIND>::kDealt>;  // x, scale, shift
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ typename RowFeed::Signals signals;
   __shared__ float2 joints[2][Tile<KIND>::kMostThreads / 32];
