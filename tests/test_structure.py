@@ -18,7 +18,7 @@ TOP_LEVEL = {
 # From the bottom up; a module imports only from rows before its own (see docs/design.md).
 LAYERS = [
     {"errors", "adaln.first_call", "adaln.runtime", "adaln.schema_digest", "adaln.source", "adaln.tested_sources"},
-    {"adaln.extension", "adaln.projections", "adaln.triton_kernels", "buckets.shapes"},
+    {"adaln.extension", "adaln.projections", "adaln.triton_kernels", "buckets.row_bytes", "buckets.shapes"},
     {"adaln.triton_ops"},
     {
         "adaln.adapters",

@@ -8,11 +8,10 @@ import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from torch.utils.data import get_worker_info
 
 from ..errors import UserError
+from .row_bytes import stack_bytes
 
 _DTYPES = {
     name: getattr(torch, name)
@@ -24,8 +23,9 @@ def collate_prepared(rows: list[dict]) -> dict:
     """Stacks rows of a dataset of latents (recipes/prepare_dataset.py, buckets.sources), all of one bucket.
 
     Args:
-        rows: with `latent`, `latent_shape`, `latent_dtype`, `caption`, `latent_normalized`; `prompt_embeds` and any
-            other tensor as the same three columns; `file` and `sample_index` name the row if it is bad.
+        rows: with `latent` (its bytes, or a uint8 tensor of them), `latent_shape`, `latent_dtype`, `caption`,
+            `latent_normalized`; `prompt_embeds` and any other tensor as the same three columns; perhaps `prompt_rows`,
+            those of prompt_embeds before the zeros; `file` and `sample_index` name the row if it is bad.
 
     Returns:
         latent [B, C, F, H, W], prompt_embeds [B, L, E] and the other tensors [B, ...] in their stored dtype, caption
@@ -71,20 +71,24 @@ def _stack(rows: list[dict], column: str) -> torch.Tensor:
                 f"The {column} of {_name(row)} should have {expected} bytes for {kind[1]} {shape}, but has "
                 f"{len(row[column])}. Prepare that file again."
             )
-    # One copy, straight into memory that the training process shares: reading is bound by such passes over the bytes.
-    stacked = torch.empty(0, dtype=torch.uint8)
-    if get_worker_info() is not None:
-        stacked.set_(torch.UntypedStorage._new_shared(len(rows) * expected))  # as torch's own default_collate has it
-    stacked.resize_(len(rows), expected)
-    for place, row in zip(stacked.numpy(), rows):
-        place[:] = np.frombuffer(row[column], dtype=np.uint8)
-    stacked = stacked.view(dtype).view(len(rows), *shape)
-    # NaN and infinity pass through aminmax, which is many times as fast as isfinite; that one then finds the rows.
-    if stacked.numel() and not all(torch.isfinite(bound) for bound in torch.aminmax(stacked)):
-        bad = (~torch.isfinite(stacked.flatten(1)).all(dim=1)).nonzero().flatten().tolist()
-        names = ", ".join(_name(rows[position]) for position in bad)
-        raise UserError(f"The {column} of {names} has NaN or infinite values. Prepare it again, or drop that row.")
-    return stacked
+    stacked = stack_bytes([row[column] for row in rows])
+    bad = ", ".join(
+        _name(row) for row, part in zip(rows, stacked) if not _is_finite(_filled(part, column, row, shape), dtype)
+    )
+    if bad:
+        raise UserError(f"The {column} of {bad} has NaN or infinite values. Prepare it again, or drop that row.")
+    return stacked.view(dtype).view(len(rows), *shape)
+
+
+def _filled(part: torch.Tensor, column: str, row: dict, shape: tuple[int, ...]) -> torch.Tensor:
+    """The bytes without the zeros after a caption, which are as many again and need no look."""
+    rows = row.get("prompt_rows") if column == "prompt_embeds" else None
+    return part if rows is None else part[: rows * len(part) // max(1, shape[0])]
+
+
+def _is_finite(part: torch.Tensor, dtype: torch.dtype) -> bool:
+    """NaN and infinity pass through aminmax, which is many times as fast as isfinite."""
+    return not len(part) or all(torch.isfinite(bound) for bound in torch.aminmax(part.view(dtype)))
 
 
 @dataclass(frozen=True)

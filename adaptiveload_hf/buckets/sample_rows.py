@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 
 from ..errors import UserError
 from .latent_files import StoredTensor, load_pt_latent, name_tensors, name_text_tensors, read_header
+from .row_bytes import RowMemory
 
 # file: the sample's name. path, text_path: below the root. offset, size: bytes of a safetensors file in `path`; of
 # the captions' in `text_path` text_offset, text_size. prompt_rows: rows of prompt_embeds. json: what a shard says.
@@ -74,7 +76,9 @@ def make_table(places: list[Place]):
 class ReadSamples:
     """The transform of a `datasets.Dataset` with COLUMNS: rows as recipes/prepare_dataset.py writes them.
 
-    It opens files anew for every row: nothing is shared between processes, and any start method of workers works.
+    It opens files anew for every row: nothing is shared between processes, and any start method of workers works. The
+    tensors' bytes are uint8 tensors; those of rows that are asked for together follow each other in memory, as
+    `collate_prepared` needs them.
 
     Args:
         root: folder that `path` and `text_path` are below.
@@ -89,17 +93,19 @@ class ReadSamples:
     def __call__(self, batch: dict[str, list]) -> dict[str, list]:
         if not batch.keys() >= set(COLUMNS):
             return batch  # a few columns were asked for, not samples
-        rows = [self._read(dict(zip(batch, values))) for values in zip(*batch.values())]
+        memory = RowMemory(Counter(map(tuple, batch["latent_shape"])))
+        rows = [self._read(dict(zip(batch, values)), memory) for values in zip(*batch.values())]
         return {name: [row.get(name) for row in rows] for name in dict.fromkeys(chain.from_iterable(rows))}
 
-    def _read(self, place: dict) -> dict:
+    def _read(self, place: dict, memory: RowMemory) -> dict:
         row = json.loads(place["json"]) if place["json"] else {}
         row |= {"file": place["file"], "caption": place["caption"], "latent_normalized": self.latent_normalized}
+        take = partial(memory.take, tuple(place["latent_shape"]))
         try:
-            tensors = self._read_tensors(place["path"], place["offset"], place["size"], name_tensors)
+            tensors = self._read_tensors(place["path"], place["offset"], place["size"], name_tensors, take)
             if place["text_path"]:
                 place_of_text = (place["text_path"], place["text_offset"], place["text_size"])
-                tensors |= self._read_tensors(*place_of_text, name_text_tensors)
+                tensors |= self._read_tensors(*place_of_text, name_text_tensors, take)
         except (UserError, OSError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise UserError(f"{place['file']} cannot be read any more: {reason}") from None
@@ -110,27 +116,29 @@ class ReadSamples:
             )
         return row | tensors
 
-    def _read_tensors(self, name: str, start: int, size: int, naming) -> dict:
+    def _read_tensors(self, name: str, start: int, size: int, naming, take) -> dict:
         """The columns of all tensors in a safetensors file that lies at [start, start + size) of a file."""
         path = Path(self.root, name)
         if path.suffix == ".pt":
             place, latent = load_pt_latent(path)
-            return _columns("latent", place, place.shape, latent.contiguous().view(torch.uint8).numpy().tobytes())
+            stored = latent.contiguous().view(torch.uint8).flatten()
+            content = take("latent", place.dtype, len(stored)).copy_(stored)
+            return _columns("latent", place, place.shape, content)
         columns = {}
         with open(path, "rb") as stream:
             for name, tensor in naming(read_header(stream, start, size)[0]).items():
                 shape = tensor.shape
-                if name == "prompt_embeds" and self.prompt_length is not None:
-                    shape = (self.prompt_length, *shape[1:])
-                # Read in place: zeros that follow a caption cost nothing but their copy into the batch.
-                content = bytearray(math.prod(shape) * getattr(torch, tensor.dtype).itemsize)
+                if name == "prompt_embeds":
+                    columns["prompt_rows"] = shape[0]
+                    shape = (self.prompt_length or shape[0], *shape[1:])
+                content = take(name, tensor.dtype, math.prod(shape) * getattr(torch, tensor.dtype).itemsize)
                 stream.seek(tensor.start)
-                read = stream.readinto(memoryview(content)[: tensor.end - tensor.start])
+                read = stream.readinto(memoryview(content.numpy())[: tensor.end - tensor.start])
                 if read < tensor.end - tensor.start:
                     raise UserError(f"it ends {tensor.end - tensor.start - read} bytes too early")
                 columns |= _columns(name, tensor, shape, content)
         return columns
 
 
-def _columns(name: str, tensor: StoredTensor, shape: tuple[int, ...], content: bytes | bytearray) -> dict:
+def _columns(name: str, tensor: StoredTensor, shape: tuple[int, ...], content: torch.Tensor) -> dict:
     return {name: content, f"{name}_shape": list(shape), f"{name}_dtype": tensor.dtype}

@@ -31,4 +31,4 @@ def report_of(output) -> dict:
 
 def tensor_of(row, name) -> torch.Tensor:
     assert row[f"{name}_dtype"] == "bfloat16"
-    return torch.frombuffer(bytearray(row[name]), dtype=torch.bfloat16).view(row[f"{name}_shape"])
+    return row[name].view(torch.bfloat16).view(row[f"{name}_shape"])
