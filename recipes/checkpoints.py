@@ -10,6 +10,7 @@ import time
 import uuid
 from pathlib import Path
 
+import xxhash
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 from lora import plain_name
@@ -18,7 +19,7 @@ from stopping import resume_command
 
 from adaptiveload_hf import UserError
 
-CONTENTS = "contents.json"  # of a checkpoint: its files and what they hold
+CONTENTS = "contents.json"  # of a checkpoint: its files, with bytes and checksum, and which weights are in them
 WAITS_FOR_STORAGE = 5  # of a second each
 
 
@@ -45,7 +46,7 @@ def find_checkpoint(accelerator: Accelerator, output_dir: Path, wanted: str | No
     checkpoint = None if found[0] is None else Path(found[0])
     _check_shared(accelerator, output_dir, checkpoint)
     if checkpoint is not None:
-        _check_whole(checkpoint)
+        _check_whole(accelerator, checkpoint)
         _check_kind(accelerator, checkpoint)
     return checkpoint
 
@@ -130,21 +131,44 @@ def _check_kind(accelerator: Accelerator, checkpoint: Path) -> None:
         )
 
 
-def _check_whole(checkpoint: Path) -> None:
-    """Refuses a checkpoint that lost something after it was saved: a copy that was cut short, a disk that was.
+def _check_whole(accelerator: Accelerator, checkpoint: Path) -> None:
+    """Refuses a checkpoint that is not as it was saved: a copy that was cut short, a disk or a memory that failed.
 
     Raises:
-        UserError: names the first file that is not as it was written.
+        UserError: on all ranks, with the first file that differs.
     """
-    expected = _contents(checkpoint)["bytes"]
-    found = _sizes(checkpoint)
-    for name, size in expected.items():
-        if found.get(name) != size:
+    saved, sizes = _contents(checkpoint)["files"], _sizes(checkpoint)
+    for name, (size, _) in saved.items():
+        if sizes.get(name) != size:
             raise UserError(
                 f"{checkpoint} is damaged: {name} was saved with {size} bytes, but "
-                + (f"has {found[name]}. " if name in found else "is gone. ")
+                + (f"has {sizes[name]}. " if name in sizes else "is gone. ")
                 + f"{_others(checkpoint)}"
             )
+    if accelerator.is_main_process:
+        gib = sum(size for size, _ in saved.values()) / 2**30
+        print(f"reading {gib:.1f} GiB of {checkpoint} for their checksums", file=sys.stderr, flush=True)
+    found = _checksums(accelerator, checkpoint, list(saved))
+    for name, (_, checksum) in saved.items():
+        if found[name] != checksum:
+            raise UserError(
+                f"{checkpoint} is damaged: {name} has another content than was saved (checksum {found[name]}, it was "
+                f"{checksum}). {_others(checkpoint)}"
+            )
+
+
+def _checksums(accelerator: Accelerator, folder: Path, names: list[str]) -> dict[str, str]:
+    """XXH3 of the files, by name; each rank reads its share, of sharded weights what it has written itself."""
+    mine = {}
+    for position, name in enumerate(names):
+        shard = re.match(r"__(\d+)_", Path(name).name)
+        if (int(shard[1]) if shard else position) % accelerator.num_processes == accelerator.process_index:
+            digest = xxhash.xxh3_64()
+            with open(folder / name, "rb", buffering=0) as stream:
+                while piece := stream.read(8 << 20):
+                    digest.update(piece)
+            mine[name] = digest.hexdigest()
+    return {name: checksum for part in gather_object([mine]) for name, checksum in part.items()}
 
 
 def _others(checkpoint: Path) -> str:
@@ -209,8 +233,11 @@ def save_checkpoint(accelerator: Accelerator, model, output_dir: Path, step: int
     try:
         accelerator.save_state(str(partial))
         accelerator.wait_for_everyone()
+        sizes = broadcast_object_list([_sizes(partial)])[0]  # all ranks must share out the same list
+        checksums = _checksums(accelerator, partial, list(sizes))
         if accelerator.is_main_process:
-            contents = {"step": step, "bytes": _sizes(partial), "trained": _trained(model)}
+            files = {name: [size, checksums[name]] for name, size in sizes.items()}
+            contents = {"step": step, "files": files, "trained": _trained(model)}
             (partial / CONTENTS).write_text(json.dumps(contents, indent=1))
     except (OSError, RuntimeError, SafetensorError) as error:  # each of the writers has its own for a full disk
         free = shutil.disk_usage(output_dir).free / 2**30

@@ -58,6 +58,19 @@ def test_a_checkpoint_that_lost_something_is_named_with_the_file_and_the_ones_th
         train_here(setup, run, *LATEST, max_train_steps=4)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "random_states_0.pkl"])
+def test_a_flipped_bit_in_any_file_of_a_checkpoint_is_named(setup, run, name):
+    file = run / "checkpoint-2" / name
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    message = (
+        rf"checkpoint-2 is damaged: {name} has another content than was saved \(checksum \w+, it was \w+\)\. Go on"
+    )
+    with pytest.raises(UserError, match=message):
+        train_here(setup, run, *LATEST, max_train_steps=3)
+
+
 def test_a_checkpoint_of_another_model_or_of_other_weights_of_it_is_refused(setup, run, tmp_path):
     deeper = shutil.copytree(setup.pipeline, tmp_path / "deeper")
     save_small_transformer(deeper / "transformer", num_layers=3, ffn_dim=64)

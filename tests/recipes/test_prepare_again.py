@@ -11,7 +11,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from support.clips import moving_bar, write_clip
 from support.prepared import save_prepared
-from support.preparing import BUCKETS, report_of, run
+from support.preparing import BUCKETS, report_of, rows_of, run
 
 from adaptiveload_hf.buckets.sources import load_prepared
 
@@ -82,7 +82,7 @@ class Preparing:
         """The same rows as from an empty output folder, and nothing else in the shards."""
         fresh = self.output.with_name("fresh")
         self.run(output=fresh)
-        assert list(load_prepared(self.output)) == list(load_prepared(fresh))
+        assert rows_of(load_prepared(self.output)) == rows_of(load_prepared(fresh))
         name = "empty_prompt_embeds.safetensors"
         assert (self.output / name).read_bytes() == (fresh / name).read_bytes()
         dataset = load_prepared(self.output)

@@ -14,7 +14,7 @@ import sample_plan
 from PIL import Image
 from support.clips import moving_bar, write_clip
 from support.launch import ROOT, command_of, environment_of
-from support.preparing import BUCKETS, arguments_of, report_of, run
+from support.preparing import BUCKETS, arguments_of, report_of, rows_of, run
 
 from adaptiveload_hf.buckets.sources import load_prepared
 from adaptiveload_hf.errors import UserError
@@ -48,10 +48,6 @@ def members(output) -> int:
     return sum(1 for shard in shards for _ in prepared_shards.read_shard(output, f"shards/{shard.name}"))
 
 
-def rows_of(output):
-    return list(load_prepared(output))
-
-
 def test_processes_share_the_work_and_one_that_is_killed_costs_only_what_it_was_at(
     root, tmp_path, monkeypatch, tiny_pipeline, encoded
 ):
@@ -79,7 +75,7 @@ def test_processes_share_the_work_and_one_that_is_killed_costs_only_what_it_was_
     assert len(encoded) <= 24 - done
     again = len(encoded)
     run(monkeypatch, root, tmp_path / "fresh", tiny_pipeline)
-    assert rows_of(output) == rows_of(tmp_path / "fresh")
+    assert rows_of(load_prepared(output)) == rows_of(load_prepared(tmp_path / "fresh"))
     assert report_of(output) == report_of(tmp_path / "fresh")
     assert len(encoded) == again + 16
 
@@ -103,7 +99,7 @@ def test_a_full_disk_ends_the_run_with_a_message_and_the_next_goes_on(
     assert 0 < done < 24 and not (output / "dataset").exists()
     run(monkeypatch, root, output, tiny_pipeline)
     assert len(encoded) - first == 16 - (done - 8)  # the captions, seven and the empty one, were whole
-    assert rows_of(output) == rows_of(tmp_path / "fresh")
+    assert rows_of(load_prepared(output)) == rows_of(load_prepared(tmp_path / "fresh"))
 
 
 def test_a_second_run_into_the_same_folder_is_refused(root, tmp_path, monkeypatch, tiny_pipeline):
@@ -141,7 +137,7 @@ def test_a_damaged_shard_is_named_and_only_what_it_lost_is_made_again(
 ):
     output = tmp_path / "out"
     run(monkeypatch, root, output, tiny_pipeline)
-    before = rows_of(output)
+    before = rows_of(load_prepared(output))
     (path,) = load_prepared(output).unique("path")
     if damage == "removed":
         (output / path).unlink()
@@ -152,7 +148,7 @@ def test_a_damaged_shard_is_named_and_only_what_it_lost_is_made_again(
     encoded.clear()
     run(monkeypatch, root, output, tiny_pipeline)
     assert 0 < len(encoded) < 16 if damage == "cut short" else len(encoded) == 16
-    assert rows_of(output) == before
+    assert rows_of(load_prepared(output)) == before
 
 
 def test_a_new_shard_is_begun_beyond_its_size(root, tmp_path, monkeypatch, tiny_pipeline):
@@ -160,5 +156,5 @@ def test_a_new_shard_is_begun_beyond_its_size(root, tmp_path, monkeypatch, tiny_
     monkeypatch.setattr(prepared_shards, "SHARD_BYTES", 4000)
     run(monkeypatch, root, tmp_path / "many", tiny_pipeline)
     assert len(list((tmp_path / "many/shards").iterdir())) > 4
-    assert rows_of(tmp_path / "one") == rows_of(tmp_path / "many")
+    assert rows_of(load_prepared(tmp_path / "one")) == rows_of(load_prepared(tmp_path / "many"))
     assert prepare_dataset.REPORT in {path.name for path in (tmp_path / "many").iterdir()}

@@ -32,3 +32,11 @@ def report_of(output) -> dict:
 def tensor_of(row, name) -> torch.Tensor:
     assert row[f"{name}_dtype"] == "bfloat16"
     return row[name].view(torch.bfloat16).view(row[f"{name}_shape"])
+
+
+def rows_of(dataset) -> list[dict]:
+    """All rows, with tensors as lists, which can be compared."""
+    return [
+        {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in row.items()}
+        for row in dataset
+    ]
