@@ -226,10 +226,11 @@ def seconds_between(pair: tuple | None) -> float:
 def repeated_block(model: nn.Module) -> nn.Module | None:
     """The first of the model's longest list of blocks; None where there is none, or where it is compiled.
 
-    Inside a compiled block an event would break the graph.
+    Inside a compiled block an event would break the graph. A list within a block is none of blocks, however long.
     """
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
-    block = max(lists, key=len, default=[None])[0]
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and module}
+    outermost = [lists[name] for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    block = max(outermost, key=len, default=[None])[0]
     while hasattr(block, "_checkpoint_wrapped_module"):
         block = block._checkpoint_wrapped_module
     compiled = block is not None and (hasattr(block, "_orig_mod") or block._compiled_call_impl is not None)

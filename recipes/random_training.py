@@ -18,7 +18,6 @@ from training_loop import run_micro_step
 
 from adaptiveload_hf import LatentShape, patch_model, unpatch_model
 from adaptiveload_hf.device_memory import empty_device_cache, reset_peak_memory
-from adaptiveload_hf.distributed import model_input_dtype
 
 KERNELS = ("eager", "patched", "compiled")
 
@@ -95,37 +94,31 @@ class RandomTraining:
     def warm_up(self, name: str, sizes: list[tuple[LatentShape, int]]) -> None:
         """What happens once in a run of days: attention's plans, and graphs. Peak memory is counted from here on.
 
+        Attention makes a plan at the first call of a size, torch.compile may make a graph. One block does for all.
+
         Args:
             name: of the kernels in use.
             sizes: every (shape, B) that will come, the smallest first.
         """
-        self.make_plans(sizes)
-        whole = sizes[:1]
-        if name == "compiled":  # a graph for micro-batches of one sample and one for larger ones
-            whole += [next((size for size in sizes if (size[1] == 1) is one), sizes[0]) for one in (True, False)]
-        for shape, size in whole:
-            self.whole_step(shape, size)
+        self.whole_step(*sizes[0])  # FSDP2 looks for its blocks at the first call
+        with self._one_block():
+            for shape, size in sizes:
+                if name == "compiled" or (shape, size) not in self._planned:
+                    self.whole_step(shape, size)
+        self._planned.update(sizes)
         empty_device_cache(self.accelerator.device)
         reset_peak_memory(self.accelerator.device)
+
+    @contextmanager
+    def _one_block(self):
+        """The model ends after its first block inside the `with`."""
+        model = self.accelerator.unwrap_model(self.model)
+        blocks = model.blocks
+        model.blocks = blocks[:1]
+        yield
+        model.blocks = blocks
 
     def whole_step(self, shape: LatentShape, size: int) -> None:
         """K micro-steps with the same micro-batch size on all ranks, and the optimizer."""
         for _ in range(self.accelerator.gradient_accumulation_steps):
             self.micro_step(shape, torch.arange(size))
-
-    def make_plans(self, sizes: list[tuple[LatentShape, int]]) -> None:
-        """Attention makes a plan at the first call of a size: a model of one unsharded block does for all.
-
-        Sizes that were here before are left out.
-        """
-        sizes = [size for size in sizes if size not in self._planned]
-        self._planned.update(sizes)
-        with self.accelerator.device:
-            block = wan_training.MODEL_CLASS.from_config(self.config | {"num_layers": 1}).train()
-        block.to(model_input_dtype(self.accelerator))
-        predict = wan_training.make_predict(self.accelerator, block, wan_training.WanVariant())
-        for shape, size in sizes:
-            batch = self.random_batch(shape, size)
-            with self.accelerator.autocast():
-                out = predict(batch["latent"], torch.ones(size, device=batch["latent"].device), batch)
-            out.sum().backward()

@@ -3,7 +3,7 @@
 accelerate launch --config_file accelerate_configs/fsdp2.yaml --num_processes 2 recipes/step_memory.py \\
     --config recipes/runs/wan2.1_14b.json --num_layers 36 --points 1x60x104=1 21x60x104=1 --output_dir wan_14b
 
-Random weights and latents. The first point is also the warm-up.
+Random weights and latents.
 """
 
 import argparse
@@ -47,11 +47,10 @@ def main():
     )
     with all_ranks_fail_together(accelerator):
         training, rows = RandomTraining(accelerator, args), []
-        training.make_plans(points)
         for checkpointing, kernels in itertools.product(checkpointings(args), args.kernels):
             set_checkpointing(training, checkpointing)
             with training.kernels(kernels):
-                training.whole_step(*points[0])
+                training.warm_up(kernels, points)
                 rows += [
                     {"kernels": kernels, "checkpointing": checkpointing, **measure(training, *point, args.repeats)}
                     for point in points

@@ -128,6 +128,13 @@ def test_a_recomputation_in_backward_is_not_timed():
     assert clock.take() is first
 
 
+def test_a_list_within_a_block_is_not_the_list_of_blocks():
+    model = tiny_model("wan")
+    model.blocks = model.blocks[:1]
+    assert len(model.blocks[0].ffn.net) > len(model.blocks)
+    assert repeated_block(model) is model.blocks[0]
+
+
 def test_blocks_that_are_compiled_or_missing_are_not_watched():
     model = tiny_model("sd3")
     assert repeated_block(model) is model.transformer_blocks[0]

@@ -11,5 +11,5 @@ export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 "${launch[@]}" recipes/compare_schedules.py --config recipes/runs/wan2.1_1.3b.json \
     --bucket_config "$config" --eager_bucket_config "$eager" --output_dir "$out" \
     --shapes recipes/runs/mixed_shapes_49_frames.json --samples 250 --m_mem_tokens 40560 \
-    --arms equal_token/none/eager dual/auto/patched equal_token/same_bucket/eager \
-    dual/auto/eager dual/none/eager equal_token/none/compiled "${@:4}"
+    --arms equal_token/none/eager dual/window:8/patched equal_token/same_bucket/eager \
+    equal_token/none/compiled dual/window:8/eager dual/none/eager "${@:4}"
