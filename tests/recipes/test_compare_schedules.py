@@ -171,7 +171,7 @@ def test_a_law_of_the_same_gpus_says_what_two_ranks_took_and_needed():
     results = ROOT / "recipes" / "results"
     measurements, _ = read_measurements(ROOT / "tests" / "data" / "h200_fsdp2_steps.jsonl")
     cost, memory = fit_cost_model(measurements).model, fit_memory_model(measurements)
-    arm = json.loads((results / "wan21_1.3b_2gpu_compare.json").read_text())["arms"][0]
+    arm = json.loads((results / "wan21_1.3b_2gpu_one_arm_compare.json").read_text())["arms"][0]
     sizes = np.array([size for _, size, _ in arm["micro_batches"]]).reshape(-1, 2)
     tokens = [TokenGeometry().tokens(LatentShape.parse(shape)) for shape, _, _ in arm["micro_batches"]]
     tokens = np.array(tokens).reshape(-1, 2)
