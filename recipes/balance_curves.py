@@ -19,6 +19,7 @@ from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 
+import av
 import diffusers
 import matplotlib.pyplot as plt
 import numpy as np
@@ -27,6 +28,7 @@ from diffusers import WanTransformer3DModel
 from diffusers.optimization import get_scheduler
 from flow_matching import FlowMatching
 from make_demo_clips import SAMPLES, draw_scene
+from PIL import Image
 from schedule_gates import LONGEST, law
 from tiny_wan import TEXT_WIDTH, tiny_wan
 
@@ -43,6 +45,7 @@ MODELS = {
 }
 CAPTION_TOKENS = 160
 HELD_OUT = 8  # every eighth sample of a shape
+HELD_OUT_TIME = 0.4  # of a clip
 EVALUATIONS = 6
 ENCODED_TOGETHER = 16
 LEARNING_RATES = {"0.3m": 5e-4, "100m": 2e-4}
@@ -83,20 +86,48 @@ class Samples:
         return np.array([TokenGeometry().tokens(shape) for shape in self.shapes])
 
 
+def scene_cutter(folder: Path):
+    """(random, held out, frames, height, width) -> a piece of a clip of the folder, and a caption: the clip's name.
+
+    A piece is any part of the picture and of the time; held-out pieces are of the last 40% of a clip, others of the
+    rest.
+    """
+    clips = {}
+    for file in sorted(folder.iterdir()):
+        with av.open(file) as container:
+            clips[file.stem] = [frame.to_image() for frame in container.decode(video=0)]
+
+    def cut(random: np.random.Generator, held_out: bool, frames: int, height: int, width: int):
+        edges = {name: int(len(clip) * (1 - HELD_OUT_TIME)) for name, clip in clips.items()}
+        parts = {name: clip[edges[name] :] if held_out else clip[: edges[name]] for name, clip in clips.items()}
+        name = str(random.choice([name for name, part in parts.items() if len(part) >= frames]))
+        first = random.integers(len(parts[name]) - frames + 1)
+        shown = parts[name][first : first + frames]
+        scale = min(shown[0].width / width, shown[0].height / height) * random.uniform(0.5, 1)
+        left, top = random.uniform(0, 1, 2) * (shown[0].width - scale * width, shown[0].height - scale * height)
+        box = (left, top, left + scale * width, top + scale * height)
+        return [each.resize((width, height), Image.Resampling.BICUBIC, box) for each in shown], name
+
+    return cut
+
+
 @torch.no_grad()
-def encode_samples(copies: int, path: Path) -> None:
-    """Draws moving scenes, encodes them with a Wan VAE and a UMT5 of tiny width and random weights, and saves them.
+def encode_samples(copies: int, path: Path, clips: Path | None = None) -> None:
+    """Encodes moving scenes with a Wan VAE and a UMT5 of tiny width and random weights, and saves them.
 
     Args:
         copies: how many times as many as make_demo_clips.py writes.
         path: the .npz file that `Samples.load` reads.
+        clips: folder of clips that scenes are cut from; None: they are drawn.
     """
     pipe, random = tiny_wan().to(DEVICE), np.random.default_rng(0)
+    cut = None if clips is None else scene_cutter(clips)
     groups = {}
     for size, count in SAMPLES.items():
         parts = []
         for first in range(0, count * copies, ENCODED_TOGETHER):
-            scenes = [draw_scene(random, *size) for _ in range(min(ENCODED_TOGETHER, count * copies - first))]
+            places = range(first, min(first + ENCODED_TOGETHER, count * copies))
+            scenes = [cut(random, i % HELD_OUT == 0, *size) if cut else draw_scene(random, *size) for i in places]
             pixels = np.stack([[np.asarray(picture) for picture in pictures] for pictures, _ in scenes])
             pixels = torch.from_numpy(pixels).to(DEVICE).permute(0, 4, 1, 2, 3).float() / 127.5 - 1
             text = pipe.tokenizer(
@@ -258,6 +289,7 @@ def main():
     add = parser.add_argument
     add("--samples", type=Path, required=True, help=".npz of encoded samples; made if it is not there")
     add("--copies", type=int, default=64, help="how many to make, in times of the 62 of make_demo_clips.py")
+    add("--clips", type=Path, help="folder of clips that samples are cut from; default: they are drawn")
     add("--world_size", type=int, default=4, help="W: virtual data ranks")
     add("--gradient_accumulation_steps", type=int, default=4, help="K")
     add("--seeds", type=int, default=3)
@@ -269,14 +301,11 @@ def main():
     add("--picture", type=Path, help="PNG of the curves")
     args = parser.parse_args()
     if not args.samples.exists():
-        encode_samples(args.copies, args.samples)
+        encode_samples(args.copies, args.samples, args.clips)
     run = {"world_size": args.world_size, "gradient_accumulation_steps": args.gradient_accumulation_steps}
     jobs = [
         (args.samples, run, mode, seed, args.steps, args.model) for seed in range(args.seeds) for mode in args.modes
     ]
-    with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
-        runs = list(pool.map(train, *zip(*jobs)))
-    summary = summarize(runs)
     about = {
         "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU",
         "torch": torch.__version__,
@@ -287,7 +316,12 @@ def main():
         "parameters": sum(parameter.numel() for parameter in make_model(args.model).parameters()),
         **run,
     }
-    args.output.write_text(json.dumps({**about, "summary": summary, "runs": runs}, indent=1) + "\n")
+    runs = []
+    with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
+        for done in pool.map(train, *zip(*jobs)):  # written after each, so that one that is cut short leaves it
+            runs.append(done)
+            summary = summarize(runs)
+            args.output.write_text(json.dumps({**about, "summary": summary, "runs": runs}, indent=1) + "\n")
     if args.picture:
         draw_picture(runs, args.picture)
     print("mode              held-out loss, mean +- sd over seeds   largest difference from none on the curve")

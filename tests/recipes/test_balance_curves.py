@@ -7,9 +7,19 @@ import balance_curves
 import numpy as np
 import pytest
 import torch
-from balance_curves import MODES, Samples, draw_picture, encode_samples, optimizer_steps, summarize, train
+from balance_curves import (
+    MODES,
+    Samples,
+    draw_picture,
+    encode_samples,
+    optimizer_steps,
+    scene_cutter,
+    summarize,
+    train,
+)
 from diffusers import WanTransformer3DModel
 from flow_matching import FlowMatching
+from support.clips import write_clip
 from tiny_wan import TEXT_WIDTH
 
 from adaptiveload_hf.buckets.shapes import LatentShape
@@ -116,6 +126,20 @@ def test_drawn_samples_are_encoded_shape_by_shape_and_normalised(monkeypatch, tm
     assert values.mean(1) == pytest.approx(0, abs=1e-4)
     assert values.std(1) == pytest.approx(1, rel=0.01)
     assert data.captions[0].shape == (6, 160, TEXT_WIDTH)
+
+
+def test_held_out_pieces_are_of_the_end_of_a_clip_and_short_clips_are_left_out(tmp_path):
+    write_clip(tmp_path / "long.mp4", [np.full((48, 64, 3), 10 * i, np.uint8) for i in range(20)])
+    write_clip(tmp_path / "short.mp4", [np.full((48, 64, 3), 250, np.uint8)] * 4)
+    cut, random = scene_cutter(tmp_path), np.random.default_rng(0)
+    for held_out, (earliest, latest) in ((False, (0, 7)), (True, (12, 15))):
+        for _ in range(20):
+            pictures, caption = cut(random, held_out, 5, 16, 32)
+            shown = [np.asarray(picture).mean() / 10 for picture in pictures]
+            assert caption == "long" and pictures[0].size == (32, 16)
+            assert np.diff(shown) == pytest.approx(1, abs=0.4)
+            assert earliest - 0.4 < shown[0] < latest + 0.4
+    assert {cut(random, True, 1, 16, 32)[1] for _ in range(20)} == {"long", "short"}
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
