@@ -76,8 +76,8 @@ class Samples:
         """Samples of one bucket, as FlowMatching takes them."""
         bucket, place = self.bucket[samples[0]], self.place[samples]
         return {
-            "latent": torch.from_numpy(self.latents[bucket][place]).to(DEVICE),
-            "prompt_embeds": torch.from_numpy(self.captions[bucket][place]).to(DEVICE),
+            "latent": torch.from_numpy(self.latents[bucket][place]).to(DEVICE).float(),
+            "prompt_embeds": torch.from_numpy(self.captions[bucket][place]).to(DEVICE).float(),
             "sample_index": torch.from_numpy(samples),
         }
 
@@ -144,9 +144,10 @@ def encode_samples(copies: int, path: Path, clips: Path | None = None) -> None:
     # A VAE of random weights has no statistics in its configuration: those of the data stand in.
     values = torch.cat([latents.transpose(0, 1).flatten(1) for latents, _ in groups.values()], dim=1)
     mean, std = values.mean(1).view(-1, 1, 1, 1), values.std(1).view(-1, 1, 1, 1)
-    arrays = {f"latents {shape}": ((latents - mean) / std).cpu().numpy() for shape, (latents, _) in groups.items()}
-    arrays |= {f"captions {shape}": captions.cpu().numpy() for shape, (_, captions) in groups.items()}
-    np.savez(path, shapes=np.array([str(shape) for shape in sorted(groups)]), **arrays)
+    arrays = {f"latents {shape}": ((latents - mean) / std).half() for shape, (latents, _) in groups.items()}
+    arrays |= {f"captions {shape}": captions.half() for shape, (_, captions) in groups.items()}
+    arrays = {name: array.cpu().numpy() for name, array in arrays.items()}
+    np.savez_compressed(path, shapes=np.array([str(shape) for shape in sorted(groups)]), **arrays)
 
 
 def make_model(size: str) -> WanTransformer3DModel:

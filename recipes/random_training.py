@@ -32,6 +32,12 @@ def add_training_arguments(parser) -> None:
     parser.set_defaults(no_patch=True, lora_target_modules=wan_training.LORA_TARGET_MODULES)
 
 
+def alike(block, inputs: tuple) -> tuple:
+    """A block's tensors, always contiguous views: FSDP2 hands out views in forward but not when a checkpoint runs a
+    block again, and the first block's are transposed; torch.compile would make a graph for each, half a minute long."""
+    return tuple(each.contiguous().view_as(each) if isinstance(each, torch.Tensor) else each for each in inputs)
+
+
 class RandomTraining:
     """A sharded Wan and its optimizer.
 
@@ -83,11 +89,13 @@ class RandomTraining:
             # checkpoint, which would break its graph. Dynamic from the start: a graph a shape would take minutes.
             for block in blocks:
                 block.forward = torch.compile(block.forward, dynamic=True)
+            hooks = [block.register_forward_pre_hook(alike) for block in blocks]
         yield
         if name == "patched":
             unpatch_model(self.model)
         if name == "compiled":
-            for block in blocks:
+            for hook, block in zip(hooks, blocks):
+                hook.remove()
                 del block.forward
             torch._dynamo.reset()
 
