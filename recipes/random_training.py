@@ -33,8 +33,11 @@ def add_training_arguments(parser) -> None:
 
 
 def alike(block, inputs: tuple) -> tuple:
-    """A block's tensors, always contiguous views: FSDP2 hands out views in forward but not when a checkpoint runs a
-    block again, and the first block's are transposed; torch.compile would make a graph for each, half a minute long."""
+    """A block's tensors, always contiguous views.
+
+    FSDP2 hands out views in forward but not when a checkpoint runs a block again, and the first are transposed:
+    torch.compile would make a graph for each, of half a minute.
+    """
     return tuple(each.contiguous().view_as(each) if isinstance(each, torch.Tensor) else each for each in inputs)
 
 
