@@ -7,6 +7,7 @@ from .fit_figures import fit_png
 from .hub import is_hub_id
 
 CARD_FILE, PICTURE_FILE = "README.md", "fit.png"
+LIBRARY = "adaptiveload_hf"  # which each card names
 TAGS = ["adaptiveload", "bucket-config", "video-diffusion"]
 _TURNS = "`adaptiveload_hf` turns it into batch sizes for your own clips, number of GPUs and gradient accumulation."
 # By the config's origin: what the numbers are, the heading over the set-up, the heading over the measurements.
@@ -55,7 +56,7 @@ def write_card(config, folder, repo_id):
 def _card(config, repo_id, has_picture):
     base_model = config.model.get("base_model")
     base_model = base_model if is_hub_id(base_model) else None  # the Hub refuses a card that names a path
-    front_matter = ModelCardData(library_name="adaptiveload_hf", tags=TAGS, base_model=base_model).to_yaml()
+    front_matter = ModelCardData(library_name=LIBRARY, tags=TAGS, base_model=base_model).to_yaml()
     words, set_up, measured = _ORIGINS[config.origin]
     parts = [
         f"---\n{front_matter}\n---",

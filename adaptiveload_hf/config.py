@@ -17,7 +17,6 @@ from .buckets.flops import count_flops
 from .buckets.plan import BucketPlan, make_plan
 from .buckets.shapes import LatentShape, TokenGeometry
 from .buckets.simulate import BALANCES, ComparisonRow, compare
-from .card import write_card
 from .config_file import (
     CONFIG_FILE,
     FORMAT_VERSION,
@@ -29,6 +28,7 @@ from .config_file import (
     plain,
     read_config_measurements,
     read_fields,
+    write_folder,
 )
 from .environment import assumptions, current_environment, differences, memory_limit, memory_on_ranks
 from .errors import UserError
@@ -185,6 +185,8 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
             UserError: nothing there, no access, or a file that is not as it must be (file and field are named).
         """
         folder = Path(pretrained_model_name_or_path)
+        if folder.is_file():
+            raise UserError(f"{folder} is a file, but a bucket config is a folder. Give {folder.parent}.")
         if not folder.is_dir():
             files = [CONFIG_FILE, MEASUREMENTS_FILE]
             options = {"cache_dir": cache_dir, "force_download": force_download, "local_files_only": local_files_only}
@@ -386,13 +388,7 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
             raise UserError(f"save_pretrained needs a folder, but {folder} is a file. Choose another name.")
         plan = self.example_plan
         self.register_to_config(example_plan=plan and plain(plan.to_dict(), "example_plan"))
-        self.save_config(folder)
-        files = [CONFIG_FILE]
-        if self.measurements:
-            lines = "".join(measurement.to_json() + "\n" for measurement in self.measurements)
-            (folder / MEASUREMENTS_FILE).write_text(lines, encoding="utf-8")
-            files.append(MEASUREMENTS_FILE)
-        return [*files, *write_card(self, folder, repo_id)]
+        return write_folder(self, folder, repo_id)
 
     def _push(self, folder, repo_id, *, token=None, commit_message="Upload bucket config", **options):
         repo_id = full_id(repo_id, token=token)

@@ -3,13 +3,18 @@
 import dataclasses
 import json
 import math
+import os
+import tempfile
+import warnings
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 
 from .buckets.cost import FlopCount, MemoryModel, cost_model_from_dict, read_measurements
 from .buckets.plan import POLICIES, Bucket, BucketPlan
 from .buckets.shapes import LatentShape
+from .card import CARD_FILE, LIBRARY, write_card
 from .errors import UserError
 
 FORMAT_VERSION = 2
@@ -78,16 +83,11 @@ def read_fields(path):
     def refuse(constant):
         raise UserError(f"{path}: {constant} stands where a finite number must be. Correct it.")
 
-    def take_once(pairs):
-        taken = dict(pairs)
-        if len(taken) < len(pairs):
-            twice = sorted(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
-            raise UserError(f"{path} has {', '.join(twice)} twice in one object. Keep the line that is right.")
-        return taken
-
     try:
         text = path.read_text(encoding="utf-8")
-        fields = json.loads(text, parse_constant=refuse, object_pairs_hook=take_once)
+        fields = json.loads(text, parse_constant=refuse, object_pairs_hook=take_once(path))
+    except RecursionError:
+        raise UserError(f"{path} is nested too deep for a bucket config. Get it again from where it came.") from None
     except json.JSONDecodeError as error:
         raise UserError(
             f"{path} is not whole JSON: {error.msg} in line {error.lineno}. Correct it, or fit again: "
@@ -106,6 +106,19 @@ def read_fields(path):
     if unknown := sorted(fields.keys() - set(FIELDS)):
         raise UserError(f"{path} has unknown keys: {', '.join(unknown)}. The known ones are {', '.join(FIELDS)}.")
     return fields
+
+
+def take_once(path):
+    """The `object_pairs_hook` of json that refuses a name which an object of this file has twice."""
+
+    def take(pairs):
+        taken = dict(pairs)
+        if len(taken) < len(pairs):
+            twice = sorted(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
+            raise UserError(f"{path} has {', '.join(twice)} twice in one object. Keep the line that is right.")
+        return taken
+
+    return take
 
 
 def read_config_measurements(path):
@@ -129,6 +142,37 @@ def read_config_measurements(path):
             "recipes/benchmark_shapes.py."
         )
     return measurements, problems
+
+
+def write_folder(config, folder, repo_id):
+    """
+    Write a `BucketConfig`, its measurements and its card, each of them whole: a full disk or Ctrl-C loses nothing.
+
+    A README.md that is no bucket config's stays, with a warning: the folder is a project's.
+
+    Args:
+        folder: `pathlib.Path`, made if missing.
+        repo_id: Hub id for the card's example, or None.
+
+    Returns: names of the files written, list[str].
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder) as name:
+        unfinished = Path(name)
+        config.save_config(unfinished)
+        files = [CONFIG_FILE]
+        if config.measurements:
+            lines = "".join(measurement.to_json() + "\n" for measurement in config.measurements)
+            (unfinished / MEASUREMENTS_FILE).write_text(lines, encoding="utf-8")
+            files.append(MEASUREMENTS_FILE)
+        files += write_card(config, unfinished, repo_id)
+        card = folder / CARD_FILE
+        if card.is_file() and LIBRARY.encode() not in card.read_bytes():
+            warnings.warn(f"{card} is not a bucket config's card, so it stays, and no card is saved.", stacklevel=4)
+            files.remove(CARD_FILE)
+        for name in files:
+            os.replace(unfinished / name, folder / name)
+    return files
 
 
 def is_counted(fields):
@@ -200,7 +244,7 @@ def _check_version(found, path):
         raise UserError(f"{path} has no format_version, so it was not written by BucketConfig.save_pretrained.")
     if isinstance(found, int) and found > FORMAT_VERSION:
         raise UserError(
-            f"{path} has format_version {found}, but this adaptiveload_hf reads up to {FORMAT_VERSION}. "
+            f"{path} has format_version {_shown(found)}, but this adaptiveload_hf reads up to {FORMAT_VERSION}. "
             "Upgrade: pip install --upgrade adaptiveload_hf"
         )
     raise UserError(f"{path}: format_version must be a whole number up to {FORMAT_VERSION}, but it is {found!r}.")
@@ -311,8 +355,8 @@ def _check_shape(text, field):
         shape = LatentShape.parse(text) if isinstance(text, str) else None
     except UserError as error:
         raise UserError(f"{field}: {error}") from None
-    if shape is None or max(shape.frames, shape.height, shape.width) >= 1 << 20:
-        raise UserError(f"{field} must be a shape such as '21x60x104', below 2^20, but it is {_shown(text)}.")
+    if shape is None:
+        raise UserError(f"{field} must be a shape such as '21x60x104', but it is {_shown(text)}.")
 
 
 def _check_number(value, field, least=0, most=_LARGEST):

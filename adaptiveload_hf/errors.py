@@ -1,7 +1,10 @@
 """What does this package raise when the caller can put something right?"""
 
+import errno
 import sys
 from contextlib import contextmanager
+
+DISK_IS_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class UserError(ValueError):
@@ -9,7 +12,9 @@ class UserError(ValueError):
 
 
 def mistake_in(error: BaseException | None) -> str | None:
-    """What the caller can mend of it, in words: a UserError, or a path that cannot be used; None if it is neither."""
+    """What the caller can mend of it, in words: a UserError, a path that cannot be used, a full disk; else None."""
+    if isinstance(error, OSError) and error.errno in DISK_IS_FULL:  # names no file where a write fails
+        return f"{error}. Make room, or give a path on another disk."
     if isinstance(error, OSError) and error.filename is not None:  # those of the network have none
         return f"{error}. Give another path, or make this one usable."
     return str(error) if isinstance(error, UserError) else None
@@ -17,7 +22,7 @@ def mistake_in(error: BaseException | None) -> str | None:
 
 @contextmanager
 def exit_on_user_error(program: str):
-    """Turns a UserError or a path that cannot be used into `<program>: error: <message>` on stderr and exit status 1.
+    """Turns a UserError, a path that cannot be used or a full disk into `<program>: error: <message>`, status 1.
 
     Args:
         program: the name to print, as in `with exit_on_user_error("train_wan.py"): main()`.

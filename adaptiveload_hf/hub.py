@@ -20,6 +20,7 @@ from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
+    LocalTokenNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -136,8 +137,12 @@ def full_id(repo_id, *, token=None):
     "user/repo" of what may be "repo" in one's own namespace.
 
     Raises:
-        UserError: not logged in, or the Hub fails.
+        UserError: no Hub id, not logged in, or the Hub fails.
     """
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise UserError(f"{repo_id!r} is no Hub id: {error} Give it as user/repo.") from error
     if "/" in repo_id:
         return repo_id
     try:
@@ -191,10 +196,7 @@ def push_folder(
 
 def _make_repository(repo_id, token, private):
     """The full id of a model repository, which is made unless it exists."""
-    try:
-        repo_id = _patiently(create_repo, repo_id, token=token, private=private, exist_ok=True).repo_id
-    except HFValidationError as error:
-        raise UserError(f"{repo_id!r} is no Hub id: {error} Give it as user/repo.") from error
+    repo_id = _patiently(create_repo, repo_id, token=token, private=private, exist_ok=True).repo_id
     is_private = None if private is None else _patiently(model_info, repo_id, token=token).private
     if is_private != private:
         words = {True: "private", False: "public"}
@@ -225,7 +227,7 @@ def _may_pass(error):
     status = _status(error)
     if isinstance(error, LocalEntryNotFoundError) and status is None:
         return False  # no network, or none wanted, and nothing in the cache
-    if isinstance(error, OfflineModeIsEnabled):
+    if isinstance(error, OfflineModeIsEnabled | LocalTokenNotFoundError):
         return False
     local = getattr(error, "filename", None) is not None  # a file of this machine that cannot be read
     return status == 429 or status >= 500 if status else not local
@@ -263,6 +265,8 @@ def _one_line(error):
 def _reason(error, repo_id):
     if isinstance(error, OfflineModeIsEnabled):
         return f"Nothing is pushed to {repo_id} while HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) is set. Unset it."
+    if isinstance(error, LocalTokenNotFoundError):
+        return f"Nobody is logged in here, and {repo_id} names no user. Log in with `hf auth login`, or pass a token."
     status = _status(error)
     if status in (401, 403):
         return (

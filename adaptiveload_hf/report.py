@@ -2,7 +2,6 @@
 
 import base64
 import json
-import math
 from html import escape
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from .run_figures import run_png
 
 METRICS_FILE = "metrics.jsonl"
 _MOST_FINDINGS = 10
+_LARGEST = 1e12  # of a curve that can be drawn
 _TITLE = "What training on this dataset costs"
 _STYLE = """
 body { font: 16px/1.55 system-ui, sans-serif; max-width: 72em; margin: 2em auto; padding: 0 1em; color: #222; }
@@ -140,14 +140,14 @@ def _unusable(line):
     """Why this line gives no point of the loss curve, or None."""
     try:
         record = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError):
+    except (ValueError, RecursionError):
         return "it is no whole JSON"
     if not isinstance(record, dict):
         return "it is no JSON object"
     for name in ("step", "loss"):
         value = record.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            return f"{name} is {value!r}, not a finite number"
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _LARGEST:
+            return f"{name} is {value!r}, not a finite number below {_LARGEST:g}"
     return None
 
 

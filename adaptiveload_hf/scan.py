@@ -21,6 +21,7 @@ _CLIPS = {".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts
 _LATENTS = {".safetensors", ".pt"}
 _LONGEST_CLIP = 81  # frames: what Wan is trained on
 _PIXEL_STEP = 16
+_MOST_FPS = 1000
 _ANY_LENGTH = 1 << 30  # of a caption: no row is read here
 
 
@@ -52,8 +53,10 @@ def scan(source: str | Path, *, fps: float = 16.0) -> Scan:
         fps: frames a second of the samples, for clips.
 
     Raises:
-        UserError: nothing there, or nothing of a known kind.
+        UserError: nothing there, nothing of a known kind, or no such fps.
     """
+    if not 0 < fps <= _MOST_FPS:
+        raise UserError(f"fps must be above 0 and at most {_MOST_FPS}, but it is {fps}.")
     path = Path(source)
     if not path.exists():
         if not is_hub_id(str(source)):
@@ -105,10 +108,13 @@ def _of_media(root: Path, fps: float) -> Scan:
     files = [path for path in _files(root) if path.suffix.lower() in _STILLS | _CLIPS]
     for path in tqdm(files, desc="reading headers", unit="file", leave=False, disable=None):
         try:
+            if not path.is_file():  # a named pipe would be waited for
+                raise UserError("it is no file")
             size = _still_size(path, Image) if path.suffix.lower() in _STILLS else _clip_size(path, av, fps)
             counts[_nearest_shape(*size)] += 1
         except (OSError, SyntaxError, ValueError, av.FFmpegError, Image.DecompressionBombError) as error:
-            problems.append(f"{path.relative_to(root)}: {str(error).splitlines()[0]}")
+            words = getattr(error, "strerror", None) or str(error)  # without the number and the path
+            problems.append(f"{path.relative_to(root)}: {words.splitlines()[0]}")
     if not counts:
         raise UserError(f"None of the {len(files)} clips and pictures in {root} can be read; {problems[0]}.")
     return Scan("clips and pictures", dict(sorted(counts.items())), _USUAL_SCALE, tuple(problems))

@@ -90,7 +90,10 @@ def find_files(root: Path, listing: Listing) -> tuple[dict[str, None], list[str]
             elif suffix in STILL_SUFFIXES | CLIP_SUFFIXES:
                 try:
                     relative.encode()
-                    files[relative] = None
+                    if (root / relative).exists() and not (root / relative).is_file():
+                        listing.refuse(relative, "it is no file")  # a named pipe would be waited for
+                    else:
+                        files[relative] = None
                 except UnicodeEncodeError:
                     listing.refuse(ascii(relative), "its name is not UTF-8; rename it")
             elif name in METADATA:

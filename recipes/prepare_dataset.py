@@ -11,7 +11,6 @@ only what that takes. docs/data.md describes the folder, the rules and the datas
 """
 
 import argparse
-import errno
 import json
 import os
 import sys
@@ -48,11 +47,10 @@ from transformers import AutoTokenizer
 
 from adaptiveload_hf.buckets.shapes import LatentShape, read_shapes, shape_counts
 from adaptiveload_hf.distributed import all_ranks_fail_together
-from adaptiveload_hf.errors import UserError, exit_on_user_error
+from adaptiveload_hf.errors import DISK_IS_FULL, UserError, exit_on_user_error
 
 PROGRAM = "prepare_dataset.py"
 REPORT, EMPTY_PROMPT = "prepare_report.json", "empty_prompt_embeds.safetensors"
-DISK_IS_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def cut_captions(planned: list[Planned], tokenizer: Path, max_sequence_length: int) -> list[str]:

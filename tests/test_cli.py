@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 import sys
 import warnings
 from dataclasses import replace
@@ -50,6 +51,7 @@ def run(files, monkeypatch, capsys):
 
 PLAN = ("plan", "config", "--dataset", "prepared", "--world-size", "4")
 SIMULATE = ("simulate", "config", "--dataset", "prepared", "--world-size", "4")
+COUNT = ("count", "config", "--output", "counted")
 FIT = ("fit", "measurements.jsonl", "--output", "fitted")
 REPORT = ("report", "config", "--dataset", "prepared", "--run", "run", "--output", "out/report.html")
 
@@ -225,6 +227,9 @@ def test_help_shows_an_example(run, command):
         ),
         ((*PLAN, "--policy", "fixed"), "--policy fixed takes the config's own batch sizes"),
         ((*SIMULATE, "--policy", "dual", "--policy", "fixed"), "has none. Take dual, equal_token or equal_time."),
+        (("scan", "prepared", "--patch-size", "0x0x0"), "A patch size is three whole numbers from 1 to 1024"),
+        ((*COUNT, "--batch-size", "1x2x2=1", "--batch-size", "1x2x2=2"), "given twice for 1x2x2: 1 and 2. Keep one."),
+        ((*COUNT, "--batch-size", f"1x2x2={'9' * 5000}"), "takes a shape and a number"),
         ((*PLAN, "--samples-per-step", "9", "--target-seconds", "2"), "by which policy 'dual' chooses its target"),
         (("fit", "nowhere.jsonl", "--output", "fitted"), "measurements.jsonl, but nowhere.jsonl is no file"),
         ((*FIT, "--patch-size", "1x1x1"), "1x60x104 was measured with 1560 tokens, but patch size"),
@@ -253,6 +258,15 @@ def test_a_mistake_is_one_line_and_status_1(run, files, arguments, words):
         ('{"21x60x104": 0}', "the samples of 21x60x104 must be a positive whole number, below 2^31, but are 0"),
         ('{"21x60x104": 2147483648}', "below 2^31, but are 2147483648"),
         ('{"60x104": 3}', "Write a still as '1x60x104'"),
+        ('{"1x60x104": 3, "1x60x104": 4}', "has 1x60x104 twice in one object"),
+        ("[" * 100_000, "is no JSON"),
+        *(
+            (
+                f'{{"shapes": {{"1x60x104": 30}}, "vae_scale": {scale}}}',
+                "vae_scale is two whole numbers such as [4, 8]",
+            )
+            for scale in ("null", "[4]", '"xy"', "[4, 1e999]", "[0, 8]")
+        ),
     ],
 )
 def test_a_file_of_shapes_that_cannot_be_used_is_named(run, files, content, words):
@@ -260,6 +274,18 @@ def test_a_file_of_shapes_that_cannot_be_used_is_named(run, files, content, word
     status, _, err = run("plan", "config", "--shapes", "bad.json")
     assert status == 1
     assert words in err
+
+
+def test_a_full_disk_is_one_line_and_status_1(run):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        status, _, err = run(*REPORT)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert status == 1
+    said = err.splitlines()[-1]
+    assert re.fullmatch(r"adaptiveload: error: .*File too large.* Make room, or give a path on another disk\.", said)
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,8 @@ def test_a_config_that_could_not_be_pushed_from_its_folder_is_whole_there(hub, c
         ({}, r"refuses to write to someone/wan \(status 401\)"),
         ({"token": READ_TOKEN}, r"refuses to write to someone/wan \(status 403\)"),
         ({"token": WRITE_TOKEN, "repo_id": "some one/x"}, "is no Hub id: .* Give it as user/repo"),
+        ({"token": WRITE_TOKEN, "repo_id": ""}, "'' is no Hub id: .* Give it as user/repo"),
+        ({"repo_id": "wan"}, "Nobody is logged in here, and wan names no user. Log in with `hf auth login`"),
     ],
 )
 def test_a_push_that_may_not_be_is_refused_at_once(hub, config, options, words):

@@ -174,9 +174,12 @@ def test_the_report_names_only_hardware_that_the_config_names(tmp_path, environm
     [
         ('{"step": 2, "los', "it is no whole JSON"),
         ("[2, 0.5]", "it is no JSON object"),
-        ('{"step": 2}', "loss is None, not a finite number"),
-        ('{"step": 2, "loss": NaN}', "loss is nan, not a finite number"),
-        ('{"step": true, "loss": 1}', "step is True, not a finite number"),
+        ('{"step": 2}', "loss is None, not a finite number below 1e+12"),
+        ('{"step": 2, "loss": NaN}', "loss is nan, not a finite number below 1e+12"),
+        ('{"step": true, "loss": 1}', "step is True, not a finite number below 1e+12"),
+        ('{"step": 2, "loss": -1e308}', "loss is -1e+308, not a finite number below 1e+12"),
+        ('{"step": 2, "loss": 1%s}' % ("0" * 400), f"loss is 1{'0' * 400}, not a finite number below 1e+12"),
+        ("[" * 100_000, "it is no whole JSON"),
     ],
 )
 def test_a_line_that_is_no_point_of_the_curve_is_named(tmp_path, line, reason):

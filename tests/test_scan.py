@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 
 import pyarrow
@@ -88,10 +89,14 @@ def test_clips_and_pictures_are_counted_as_they_are_shown_and_the_next_command_p
     Image.new("RGB", (50, 80)).save(folder / "d.jpg", exif=turned)
     write_sound(folder / "sound.mp4")
     (folder / "e.png").write_bytes(b"no picture")
+    (folder / "cut.mp4").write_bytes(clip.read_bytes()[:500])
+    os.mkfifo(folder / "pipe.mp4")
     Image.new("RGB", (80, 50)).save(folder / ".hidden" / "f.png")
     found = scan(folder)
     assert (found.kind, counts(found)) == ("clips and pictures", {"1x6x10": 2, "9x6x10": 3})
-    assert sorted(problem.split(": ")[0] for problem in found.problems) == ["e.png", "sound.mp4"]
+    refused = [problem.split(": ")[0] for problem in found.problems]
+    assert sorted(refused) == ["cut.mp4", "e.png", "pipe.mp4", "sound.mp4"]
+    assert {"cut.mp4: Invalid data found when processing input", "pipe.mp4: it is no file"} <= set(found.problems)
     assert counts(scan(folder, fps=8)) == {"1x6x10": 2, "5x6x10": 3}
     err = run("scan", folder)[1]
     assert err.splitlines()[-1].endswith(
@@ -143,6 +148,12 @@ def test_what_holds_no_samples_is_named(tmp_path, make, words):
     make(tmp_path)
     with pytest.raises(UserError, match=words):
         scan(tmp_path / "x")
+
+
+def test_frames_a_second_that_cannot_be_are_refused(tmp_path):
+    for fps in (0, -1.0, math.inf, math.nan, 10**400):
+        with pytest.raises(UserError, match="fps must be above 0 and at most 1000, but it is "):
+            scan(tmp_path, fps=fps)
 
 
 def test_a_clip_that_says_no_length_is_measured_by_its_packets(tmp_path):

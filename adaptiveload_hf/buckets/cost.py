@@ -13,6 +13,7 @@ from ..errors import UserError
 from .shapes import LatentShape
 
 _LARGEST = 1e12  # of what is measured; infinity and NaN are not below it
+_MOST_SAMPLES = 1 << 31  # of a micro-batch; beyond, float64 no longer tells one more sample
 _MOST_TOKENS = 1 << 53  # where memory does not grow; whole in float64
 
 
@@ -56,7 +57,7 @@ class Measurement:
             values = json.loads(line)
             measurement = cls(**{**values, "rank_seconds": tuple(values.get("rank_seconds", ()))})
             LatentShape.parse(measurement.shape)
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"not a measurement: {error}") from None
         counts = measurement.tokens, measurement.batch_size
         numbers = (measurement.seconds, measurement.peak_gib, measurement.reserved_gib, *measurement.rank_seconds)
@@ -129,9 +130,9 @@ class CostModel:
                 f"The cost of S = {tokens} does not grow with the batch size ({self}), so no largest batch exists. "
                 "Measure this shape at a larger batch size, or give a memory limit."
             )
-        batch = max(1, int((seconds - self._fixed_seconds()) / per_sample))
+        batch = int(min(max(1, (seconds - self._fixed_seconds()) / per_sample), _MOST_SAMPLES))
         # The division may land one off where seconds is exactly the cost of a whole number of samples.
-        while self.seconds(batch + 1, tokens) <= seconds:
+        while batch < _MOST_SAMPLES and self.seconds(batch + 1, tokens) <= seconds:
             batch += 1
         while batch > 1 and self.seconds(batch, tokens) > seconds:
             batch -= 1

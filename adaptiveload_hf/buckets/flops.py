@@ -63,7 +63,7 @@ def count_flops(config, text_tokens: int | None = None) -> Counted:
         visual = Polynomial([-geometry.text_tokens, 1])
         width = keys["num_attention_heads"] * keys["attention_head_dim"]
         work = family.count(keys, width, visual, text, math.prod(geometry.patch_size))
-    except (TypeError, ValueError) as error:  # a list for a number, or words
+    except (TypeError, ValueError, OverflowError) as error:  # a list for a number, or words
         raise UserError(
             f"A value in the config is not what a {family.model_class} has: {error}. Correct the config."
         ) from None
@@ -79,10 +79,12 @@ def _read(config) -> Mapping:
         files = [folder / "config.json", folder / "transformer" / "config.json"]
         file = next((file for file in files if file.is_file()), None)
         if file is None:
-            raise UserError(f"Expected a transformer's config in {files[0]} or {files[1]}, but there is neither.")
+            raise UserError(
+                f"Expected a transformer's config in {files[0]} or {files[1]}, but neither is there. Give a model."
+            )
         try:
             config = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{file} is no JSON ({error}). Download or save the model's config again.") from None
     elif not isinstance(config, Mapping) and isinstance(getattr(config, "config", None), Mapping):
         return config.config

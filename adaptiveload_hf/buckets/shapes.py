@@ -11,6 +11,8 @@ import numpy as np
 
 from ..errors import UserError
 
+_LARGEST_SIZE = 1 << 20
+
 
 @dataclass(frozen=True, order=True)
 class LatentShape:
@@ -28,16 +30,18 @@ class LatentShape:
         """Reads `21x60x104`.
 
         Raises:
-            UserError: not three positive whole numbers joined by `x`.
+            UserError: not three positive whole numbers below 2^20 joined by `x`.
         """
-        numbers = re.fullmatch(r"\d+(x\d+)*", text)
+        numbers = re.fullmatch(r"[1-9][0-9]{0,8}(x[1-9][0-9]{0,8})*", text)
         sizes = [int(number) for number in text.split("x")] if numbers else []
         if len(sizes) == 2:
             raise UserError(
                 f"A shape is frames x height x width, but {text!r} has two numbers. Write a still as '1x{text}'."
             )
-        if len(sizes) != 3 or min(sizes) < 1:
-            raise UserError(f"A shape is three positive numbers such as '21x60x104', but found {text!r}.")
+        if len(sizes) != 3 or max(sizes) >= _LARGEST_SIZE:
+            raise UserError(
+                f"A shape is three positive numbers below 2^20 such as '21x60x104', but found {text[:80]!r}."
+            )
         return cls(*sizes)
 
     def pixels(self, temporal: int = 4, spatial: int = 8) -> str:
@@ -52,10 +56,22 @@ class TokenGeometry:
     Args:
         patch_size: (frames, height, width) of a patch; Wan has (1, 2, 2).
         text_tokens: text tokens that join the self-attention (SD3: its prompt length; Wan: 0).
+
+    Raises:
+        UserError: a patch size that is not three whole numbers from 1 to 1024, or no number of text tokens.
     """
 
     patch_size: tuple[int, int, int] = (1, 2, 2)
     text_tokens: int = 0
+
+    def __post_init__(self):
+        patch, text = self.patch_size if isinstance(self.patch_size, tuple) else (), self.text_tokens
+        whole = [n for n in (*patch, text) if isinstance(n, int) and not isinstance(n, bool)]
+        if len(patch) != 3 or len(whole) != 4 or not (1 <= min(patch) <= max(patch) <= 1024 and 0 <= text < 1 << 31):
+            raise UserError(
+                "A patch size is three whole numbers from 1 to 1024 such as 1x2x2, and text tokens are 0 or more, "
+                f"below 2^31, but found {self.patch_size} and {text}."
+            )
 
     def tokens(self, shape: LatentShape) -> int:
         """S = F/pf * H/ph * W/pw + text_tokens, the length of the transformer's sequence for one sample.
@@ -102,8 +118,8 @@ def index_shapes(sizes: np.ndarray) -> BucketIndex:
             f"{sizes.dtype} {list(sizes.shape)}."
         )
     sizes = sizes.astype(np.int64, copy=False)
-    if sizes.min() < 1 or sizes.max() >= 1 << 20:
-        row = int(np.argmax(((sizes < 1) | (sizes >= 1 << 20)).any(axis=1)))
+    if sizes.min() < 1 or sizes.max() >= _LARGEST_SIZE:
+        row = int(np.argmax(((sizes < 1) | (sizes >= _LARGEST_SIZE)).any(axis=1)))
         raise UserError(
             f"Sample {row} has the latent shape {tuple(sizes[row].tolist())}: sizes must be 1 or more, below 2^20."
         )

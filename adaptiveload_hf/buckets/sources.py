@@ -48,7 +48,7 @@ def load_prepared(path: str | Path) -> Dataset:
         # `datasets` saves an empty table, but cannot load it.
         filled = bool(json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"])
         dataset = datasets.load_from_disk(str(folder)) if filled else None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             f"The dataset in {folder} is not whole: {error}. Run recipes/prepare_dataset.py again, with --overwrite."
         ) from None
@@ -194,6 +194,8 @@ def _find_samples(root: Path, names: list[str], problems: list[str]) -> tuple[li
     for name in names:
         try:
             name.encode()  # Arrow holds UTF-8 only
+            if (root / name).exists() and not (root / name).is_file():  # a named pipe would be waited for
+                raise UserError("it is no file")
             if name.endswith(".pt"):
                 found = (name, {"latent": load_pt_latent(root / name)[0]}, {}, (root / name).stat().st_size)
             else:

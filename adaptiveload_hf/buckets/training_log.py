@@ -16,6 +16,8 @@ from .shapes import LatentShape, TokenGeometry
 
 _WARM_UP_STEPS = 2
 _LARGEST_WAIT = 0.05  # of a step; the GPU may or may not have worked meanwhile, so a longer wait makes the step unsure
+_LONGEST = 1e12  # seconds
+_MOST_PROBLEMS = 3  # named; of the rest their number is
 _FEWEST_STEPS = 12
 _MOST_STEPS = 400  # more make a fit slower, not better
 _HELD_OUT_GROUPS = 5
@@ -148,22 +150,32 @@ def _read_lines(path: Path) -> tuple[list[_Line], list[str]]:
             continue
         try:
             lines.append(_read_line(text))
-        except (ValueError, TypeError, KeyError) as error:
-            problems.append(f"{path.name} line {number} is left out: {error or 'unusable'}.")
+        except UserError as error:
+            problems.append(f"{path.name} line {number} is left out: {error}")
+    if len(problems) > _MOST_PROBLEMS:
+        problems[_MOST_PROBLEMS:] = [f"So are {len(problems) - _MOST_PROBLEMS} more lines."]
     return lines, problems
 
 
 def _read_line(text: str) -> _Line:
-    record = json.loads(text)
-    micro_batches = record["micro_batches"]
-    shapes = np.array([[str(LatentShape.parse(m["shape"])) for m in ranks] for ranks in micro_batches], dtype=object)
-    batch_size = np.array([[m["batch_size"] for m in ranks] for ranks in micro_batches], dtype=np.float64)
-    seconds, waited = float(record["seconds"]), float(record.get("data_wait_seconds", 0.0))
-    if not (0 <= waited < seconds < np.inf):
-        raise ValueError(f"seconds is {seconds} and data_wait_seconds {waited}")
-    if batch_size.ndim != 2 or not batch_size.size or not 1 <= batch_size.min() <= batch_size.max() < np.inf:
-        raise ValueError("micro_batches must list a positive batch size for each micro-step and rank")
-    return _Line(int(record["step"]), seconds, waited, shapes, batch_size)
+    """Raises a UserError that says what is wrong with it."""
+    try:
+        record = json.loads(text)
+        step, seconds = int(record["step"]), float(record["seconds"])
+        waited = float(record.get("data_wait_seconds", 0.0))
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        raise UserError(f"it must be JSON with the numbers step and seconds, but: {error}.") from None
+    if not (0 <= waited < seconds <= _LONGEST):
+        raise UserError(f"seconds is {seconds} and data_wait_seconds {waited}.")
+    try:
+        micro_batches = record["micro_batches"]
+        shapes = np.array([[str(LatentShape.parse(m["shape"])) for m in row] for row in micro_batches], dtype=object)
+        batch_size = np.array([[m["batch_size"] for m in row] for row in micro_batches], dtype=np.float64)
+    except (ValueError, TypeError, KeyError, OverflowError):
+        batch_size = np.empty(0)
+    if batch_size.ndim != 2 or not batch_size.size or not 1 <= batch_size.min() <= batch_size.max() < 1 << 31:
+        raise UserError("micro_batches must list shape and batch_size of each rank, for each micro-step.")
+    return _Line(step, seconds, waited, shapes, batch_size)
 
 
 def _check_identified(fit: CostFit, log: TrainingLog) -> None:

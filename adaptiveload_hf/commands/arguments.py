@@ -60,23 +60,28 @@ def load(config, dataset, shapes, revision):
 def read_samples(path):
     """Samples of the JSON file that --shapes names."""
     from ..buckets.shapes import LatentShape
+    from ..config_file import take_once
 
     if not path.exists() or path.is_dir():  # a pipe is as good as a file
         raise UserError(f'There is no file {path}. --shapes takes a JSON file such as {{"21x60x104": 120}}.')
     try:
-        counts = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        counts = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=take_once(path))
+    except UserError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise UserError(f'{path} is no JSON ({error}). It must read like {{"21x60x104": 120}}.') from None
     scanned = counts if isinstance(counts, dict) and "shapes" in counts else {"shapes": counts}
-    counts, scale = scanned["shapes"], tuple(scanned.get("vae_scale", (4, 8)))
+    counts, scale = scanned["shapes"], scanned.get("vae_scale", [4, 8])
     if not isinstance(counts, dict) or not counts:
         raise UserError(f'{path} must hold a JSON object with shapes, such as {{"21x60x104": 120}}.')
+    if not (isinstance(scale, list) and len(scale) == 2 and all(type(n) is int and 0 < n <= 1024 for n in scale)):
+        raise UserError(f"{path}: vae_scale is two whole numbers such as [4, 8], but is {scale!r}. Leave it out.")
     for shape, count in counts.items():
         if not isinstance(count, int) or isinstance(count, bool) or not 0 < count < 1 << 31:
             raise UserError(
                 f"{path}: the samples of {shape} must be a positive whole number, below 2^31, but are {count!r}."
             )
-    return Samples({LatentShape.parse(shape): count for shape, count in counts.items()}, scale)
+    return Samples({LatentShape.parse(shape): count for shape, count in counts.items()}, tuple(scale))
 
 
 def ranks_of(config, world_size, gradient_accumulation_steps):

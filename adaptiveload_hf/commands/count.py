@@ -1,5 +1,6 @@
 """`adaptiveload count`: what does a step cost in proportion, by the FLOPs of the model's config?"""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -35,7 +36,7 @@ def count(
     """
     from ..config import BucketConfig
 
-    sizes = dict(map(_parse_batch_size, batch_size or ()))
+    sizes = _parse_batch_sizes(batch_size or ())
     config = BucketConfig.from_flops(_config_path(model), batch_sizes=sizes or None, text_tokens=text_tokens)
     config.save_pretrained(output)
     law = config.cost_model.parameters
@@ -49,11 +50,16 @@ def count(
     say_next("adaptiveload", "simulate", str(output), "--dataset", "DATASET", *ranks)
 
 
-def _parse_batch_size(words):
-    shape, _, size = words.partition("=")
-    if not size.isdecimal() or int(size) < 1:
-        raise UserError(f"--batch-size takes a shape and a number, such as 21x60x104=1, but found {words!r}.")
-    return shape, int(size)
+def _parse_batch_sizes(options):
+    sizes = {}
+    for words in options:
+        shape, _, size = words.partition("=")
+        if not re.fullmatch("[0-9]{1,10}", size) or int(size) < 1:
+            raise UserError(f"--batch-size takes a shape and a number, such as 21x60x104=1, but found {words[:80]!r}.")
+        if shape in sizes:
+            raise UserError(f"--batch-size was given twice for {shape}: {sizes[shape]} and {size}. Keep one.")
+        sizes[shape] = int(size)
+    return sizes
 
 
 def _config_path(model):

@@ -199,6 +199,7 @@ def test_the_largest_batch_is_the_last_within_the_limit(kind):
                 found = model.largest_batch(tokens, limit)
                 assert model.seconds(found, tokens) <= limit < model.seconds(found + 1, tokens)
         assert model.largest_batch(tokens, 0.01) == 0
+        assert model.largest_batch(tokens, 1e300) == 1 << 31  # where a float64 cannot count, there is no search
 
 
 def test_a_cost_that_does_not_grow_has_no_largest_batch():

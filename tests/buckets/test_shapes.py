@@ -37,7 +37,9 @@ def test_a_shape_with_two_numbers_is_refused_with_a_hint():
         LatentShape.parse("60x104")
 
 
-@pytest.mark.parametrize("text", ["", "21x60", "0x8x8", "-1x8x8", "1x2x3x4", "axbxc", "1x 8x8"])
+@pytest.mark.parametrize(
+    "text", ["", "21x60", "0x8x8", "-1x8x8", "1x2x3x4", "axbxc", "1x 8x8", "01x8x8", f"1048576x8x{'9' * 5000}"]
+)
 def test_what_is_no_shape_is_refused(text):
     with pytest.raises(UserError):
         LatentShape.parse(text)
@@ -46,6 +48,14 @@ def test_what_is_no_shape_is_refused(text):
 def test_tokens_follow_the_patch_and_the_joined_text():
     assert TokenGeometry().tokens(LatentShape(21, 60, 104)) == 32760
     assert TokenGeometry((1, 2, 2), text_tokens=333).tokens(LatentShape(1, 128, 128)) == 4096 + 333
+
+
+@pytest.mark.parametrize(
+    "geometry", [((0, 1, 1),), ((1, -2, 2),), ((1, 2),), (2,), ((1.0, 2, 2),), ((1, 2, 2), -1), ((1, 2, 2), 10**30)]
+)
+def test_what_is_no_geometry_is_refused(geometry):
+    with pytest.raises(UserError, match=r"three whole numbers from 1 to 1024 .* but found"):
+        TokenGeometry(*geometry)
 
 
 def test_a_shape_that_the_patch_does_not_divide_is_refused():

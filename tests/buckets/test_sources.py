@@ -231,6 +231,7 @@ def header(content):
             "clip float32; not used with the 2 that have latent of 4 channels bfloat16",
         ),
         (lambda path: path.symlink_to("nowhere"), "No such file or directory"),
+        (os.mkfifo, "it is no file"),
         (lambda path: path.write_bytes(b"\x02" + bytes(7) + b"[]"), "not a whole safetensors file"),
         (lambda path: path.write_bytes(b"\xff" * 8 + b"{}"), "not a whole safetensors file"),
         (header(b"[" * 100_000), "not a whole safetensors file"),

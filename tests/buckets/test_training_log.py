@@ -1,6 +1,7 @@
 """Is a law found again from the log of a training run, and a log that tells too little refused?"""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -48,6 +49,31 @@ def test_warm_up_new_shapes_waits_and_other_settings_are_left_out_and_said(tmp_p
     for words in ("waited over 5% of their time", "a shape came for the first time", "other ranks or accumulation"):
         assert f": {words}" in said
     assert not {"step 1", "step 2", "step 21", "step 22", "step 23", "step 24"} & set(log.steps.names)
+
+
+def test_broken_lines_are_named_by_what_is_wrong_and_the_first_ones_stand_for_many(tmp_path):
+    path = write_log(tmp_path / "metrics.jsonl", LAWS["roofline"], steps=30)
+    lines = path.read_text().splitlines()
+
+    def change(line, **fields):
+        return json.dumps({**json.loads(line), **fields})
+
+    ranks = "micro_batches must list shape and batch_size of each rank, for each micro-step."
+    for broken, words in {
+        change(lines[5], step=float("inf")): "it must be JSON with the numbers step and seconds, but: cannot convert",
+        change(lines[5], step=None): "it must be JSON with the numbers step and seconds",
+        "[" * 100_000: "it must be JSON with the numbers step and seconds",
+        change(lines[5], seconds=1e300): r"seconds is 1e\+300",
+        change(lines[5], micro_batches=None): ranks,
+        change(lines[5], micro_batches=[[{"shape": "1x60x104", "batch_size": 10**400}] * 2]): ranks,
+    }.items():
+        path.write_text("\n".join([*lines, broken]))
+        assert re.fullmatch(f"metrics.jsonl line 31 is left out: {words}.*", read(path).left_out[0])
+    path.write_text("\n".join([*lines, *["{}"] * 9]))
+    assert [words[:27] for words in read(path).left_out[:4]] == [
+        *(f"metrics.jsonl line {number} is le" for number in (31, 32, 33)),
+        "So are 6 more lines.",
+    ]
 
 
 def test_a_log_that_leaves_the_cost_open_is_refused_with_what_it_leaves_open(tmp_path):

@@ -118,6 +118,7 @@ def test_links_to_files_are_followed_and_links_to_folders_named(root, tmp_path):
     (root / "folder").symlink_to(outside)
     (root / "loop").symlink_to(root)
     (root / "broken.png").symlink_to("nowhere.png")
+    os.mkfifo(root / "pipe.png")
     listing = list_samples(root)
     assert set(listing.captions) == {"a.png", "b.png", "sub/a.png", "linked.png"}
     link = "it is a link to a folder, which is not followed"
@@ -125,4 +126,5 @@ def test_links_to_files_are_followed_and_links_to_folders_named(root, tmp_path):
         "folder": link,
         "loop": link,
         "broken.png": "it cannot be read: No such file or directory",
+        "pipe.png": "it is no file",
     }

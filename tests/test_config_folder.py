@@ -1,0 +1,44 @@
+"""Do the files of a saved bucket config survive a full disk, a foreign README and a wrong path?"""
+
+import resource
+
+import pytest
+from support.measured import make_config
+
+from adaptiveload_hf import BucketConfig, UserError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make_config().save_pretrained(tmp_path / "config")
+    return tmp_path / "config"
+
+
+def test_a_full_disk_leaves_the_saved_config_as_it_was(folder):
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for most in (1, len(before["measurements.jsonl"]) - 1, len(before["README.md"]) - 1):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                make_config().save_pretrained(folder)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_readme_of_someone_else_stays_and_an_own_card_is_written_anew(folder, tmp_path):
+    (tmp_path / "README.md").write_text("My project")
+    with pytest.warns(UserWarning, match=r"README\.md is not a bucket config's card, so it stays"):
+        make_config().save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "My project"
+    assert BucketConfig.from_pretrained(tmp_path).measurements == make_config().measurements
+    card = (folder / "README.md").read_text()
+    (folder / "README.md").write_text(card + "edited")
+    make_config().save_pretrained(folder)
+    assert (folder / "README.md").read_text() == card
+
+
+def test_the_file_of_a_config_is_pointed_to_its_folder(folder):
+    with pytest.raises(UserError, match=f"is a file, but a bucket config is a folder. Give {folder}."):
+        BucketConfig.from_pretrained(folder / "bucket_config.json")
