@@ -57,6 +57,7 @@ LAYERS = [
     },
     {"adaln.schemas", "buckets.ranks", "buckets.simulate", "buckets.sources", "config_file"},
     {"adaln.ops", "buckets.sampler", "config", "distributed", "report", "restart", "scan"},
+    {"adaln.queries"},
     {"adaln.forwards", "benchmark", "monitor", "preflight"},
     {"adaln.attention", "adaln.patch_report"},
     {"adaln.patch"},

@@ -15,6 +15,7 @@ from ..errors import UserError
 from .forwards import BACKENDS
 from .ops import OPS
 from .projections import project
+from .queries import queries_keys_values
 from .runtime import NORM_OPS, FusedOps
 from .source import LeftEager, running_source
 
@@ -75,13 +76,32 @@ class AdaptiveLoadAttnProcessor:
     ) -> Tensor:
         """What the stock processor returns, up to rounding."""
         ops = _OPS_OF[self.backend]
-        self_attention = rotary_emb is not None and encoder_hidden_states is None
         if type(self.stock).__call__ is self._tested_call:
-            if self_attention and ops.can_turn((attn.norm_q, attn.norm_k), hidden_states, *rotary_emb, attn.heads):
-                attn, rotary_emb = _FusedAttention(attn, _turning(ops, rotary_emb, attn.heads), _ALL_TOGETHER), None
+            known = rotary_emb is None or encoder_hidden_states is None
+            inputs = attn, hidden_states, encoder_hidden_states
+            attended = self._attend(ops, *inputs, attention_mask, rotary_emb) if known else None
+            if attended is not None:
+                return attended
+            norms = [attn.norm_q, attn.norm_k] + ([attn.norm_added_k] if attn.add_k_proj is not None else [])
+            together = _ALL_TOGETHER if encoder_hidden_states is None else _KEYS_WITH_VALUES
+            if known and ops.can_turn(norms, hidden_states, rotary_emb, attn.heads):
+                attn, rotary_emb = _FusedAttention(attn, _turning(ops, rotary_emb, attn.heads), together), None
             elif type(attn.to_q) is not nn.Linear:  # LoRA
-                attn = _FusedAttention(attn, _called, _KEYS_WITH_VALUES)
+                attn = _FusedAttention(attn, _called, together)
         return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
+
+    def _attend(self, ops: FusedOps, attn, x: Tensor, text: Tensor | None, mask, rotary_emb) -> Tensor | None:
+        """All that the stock processor does, with queries, keys and values made at once; None if they cannot be."""
+        modules, stock = attn._modules, self.stock
+        if modules.get("add_k_proj") is not None or stock._parallel_config is not None:
+            return None
+        made = queries_keys_values(ops, attn, x, text, rotary_emb)
+        if made is None:
+            return None
+        attend, backend = self._tested_call.__globals__["dispatch_attention_fn"], stock._attention_backend
+        y = attend(*made, attn_mask=mask, dropout_p=0.0, is_causal=False, backend=backend, parallel_config=None)
+        linear, dropout = modules["to_out"]
+        return dropout(project(y.flatten(2, 3).type_as(made[0]), linear)[0])
 
     def _can_wrap(self, stock: object) -> bool:
         return is_stock(stock)
@@ -209,7 +229,9 @@ def _called(_: str, norm: nn.Module, x: Tensor) -> Tensor:
     return norm(x)
 
 
-def _turning(ops: FusedOps, rotary_emb: tuple[Tensor, Tensor], heads: int) -> Callable:
+def _turning(ops: FusedOps, rotary_emb: tuple[Tensor, Tensor] | None, heads: int) -> Callable:
+    if rotary_emb is None:
+        return lambda _, norm, x: ops.rms_norm(norm, x)
     return lambda _, norm, x: ops.rms_norm_rope(norm, x, *rotary_emb, heads)
 
 

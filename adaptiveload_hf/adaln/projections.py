@@ -44,8 +44,8 @@ def project(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
     Args:
         x: [..., D].
     """
-    called = all(type(linear) is nn.Linear for linear in linears) or not _is_plain(x)
-    found = [None] if called else [_projection_of(linear, x) for linear in linears]
+    called = all(type(linear) is nn.Linear for linear in linears) or not is_plain(x)
+    found = [None] if called else [projection_of(linear, x) for linear in linears]
     if None in found:
         return tuple(linear(x) for linear in linears)
     tensors = [tensor for projection in found for tensor in projection[:4]]
@@ -59,11 +59,8 @@ class _Project(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, scalings, *tensors):
         rows, ys, kept = x.flatten(0, -2), [], []
-        for scaling, (weight, bias, down, up) in zip(scalings, _in_fours(tensors)):
-            y, h = F.linear(rows, weight, bias), None
-            if down is not None:
-                h = F.linear(rows, down)
-                y = _accumulated(y, h, up.t(), scaling)
+        for scaling, (weight, bias, down, up) in zip(scalings, in_fours(tensors)):
+            y, h = projected(rows, weight, bias, down, up, scaling)
             ys.append(y.view(*x.shape[:-1], y.shape[-1]))
             kept += [weight, down, up, h]
         ctx.set_materialize_grads(False)
@@ -74,26 +71,51 @@ class _Project(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         x, *kept = ctx.saved_tensors
-        rows, dx, found = x.flatten(0, -2), None, []
         needs_dx, _, *needs = ctx.needs_input_grad
-        wanted = zip(grads, ctx.scalings, _in_fours(kept), _in_fours(needs))
-        for grad, scaling, (weight, down, up, h), (weight_needs, bias_needs, down_needs, up_needs) in wanted:
-            if grad is None:
-                found += [None] * 4
-                continue
-            grad = grad.flatten(0, -2)
-            found += [grad.t() @ rows if weight_needs else None, grad.sum(0) if bias_needs else None]
-            dx = _accumulated(dx, grad, weight) if needs_dx else None
-            if down is None:
-                found += [None, None]
-                continue
-            if torch.is_grad_enabled():
-                h = F.linear(rows, down)
-            grad_h = grad @ up
-            found.append(_scaled_product(grad_h.t(), rows, scaling, down) if down_needs else None)
-            found.append(_scaled_product(grad.t(), h, scaling, up) if up_needs else None)
-            dx = _accumulated(dx, grad_h, down, scaling) if needs_dx else None
+        dx, found = differentiated(x.flatten(0, -2), grads, ctx.scalings, in_fours(kept), in_fours(needs), needs_dx)
         return None if dx is None else dx.view(x.shape), None, *found
+
+
+def projected(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor | None, up: Tensor | None, scaling: float
+) -> tuple[Tensor, Tensor | None]:
+    """(y, h) of rows [n, D]; h is None without LoRA."""
+    y = F.linear(rows, weight, bias)
+    if down is None:
+        return y, None
+    h = F.linear(rows, down)
+    return _accumulated(y, h, up.t(), scaling), h
+
+
+def differentiated(
+    rows: Tensor, grads, scalings, kept: list, needs: list, needs_dx: bool
+) -> tuple[Tensor | None, list]:
+    """The gradient of rows, and those of (weight, bias, down, up) of every projection of them, one after the other.
+
+    Args:
+        rows: [n, D]. grads: of each y, of any shape with its columns last, or None.
+        kept: (weight, down, up, h) of each. needs: whether (weight, bias, down, up) need gradients, of each.
+    """
+    dx, found = None, []
+    for grad, scaling, (weight, down, up, h), (weight_needs, bias_needs, down_needs, up_needs) in zip(
+        grads, scalings, kept, needs
+    ):
+        if grad is None:
+            found += [None] * 4
+            continue
+        grad = grad.reshape(-1, weight.shape[0])
+        found += [grad.t() @ rows if weight_needs else None, grad.sum(0) if bias_needs else None]
+        dx = _accumulated(dx, grad, weight) if needs_dx else None
+        if down is None:
+            found += [None, None]
+            continue
+        if torch.is_grad_enabled():
+            h = F.linear(rows, down)
+        grad_h = grad @ up
+        found.append(_scaled_product(grad_h.t(), rows, scaling, down) if down_needs else None)
+        found.append(_scaled_product(grad.t(), h, scaling, up) if up_needs else None)
+        dx = _accumulated(dx, grad_h, down, scaling) if needs_dx else None
+    return dx, found
 
 
 def _accumulated(total: Tensor | None, left: Tensor, right: Tensor, factor: float = 1.0) -> Tensor:
@@ -110,11 +132,13 @@ def _scaled_product(left: Tensor, right: Tensor, factor: float, like: Tensor) ->
     return torch.addmm(like, left, right, beta=0, alpha=factor)
 
 
-def _in_fours(values) -> list:
+def in_fours(values) -> list:
+    """Cut into (weight, bias, down, up), or what there is of each of them."""
     return [values[i : i + 4] for i in range(0, len(values), 4)]
 
 
-def _is_plain(x: Tensor) -> bool:
+def is_plain(x: Tensor) -> bool:
+    """Whether linears of x do no more than eager PyTorch's do, and x is an ordinary tensor of a dtype that stays."""
     if (
         type(x) is not Tensor
         or x.ndim < 2
@@ -128,36 +152,43 @@ def _is_plain(x: Tensor) -> bool:
     return not cast
 
 
-def _projection_of(linear: nn.Module, x: Tensor) -> _Projection | None:
-    """What a linear, or one with LoRA, does to x; None if it does anything else."""
+def projection_of(linear: nn.Module, x: Tensor) -> _Projection | None:
+    """What a linear, or one with LoRA, does to x, which `is_plain`; None if it does anything else. At every call: no
+    attribute of a module that it has to look for, no check in a function of its own."""
     if type(linear) is nn.Linear:
-        fits = no_hooks_on(linear) and _fits(linear.weight, x) and _fits(linear.bias, x)
-        return _Projection(linear.weight, linear.bias) if fits else None
-    if not _is_tested_lora(type(linear)) or linear.disable_adapters or linear.merged or linear.lora_variant:
+        found = _Projection(linear.weight, linear.bias) if no_hooks_on(linear) else None
+    else:
+        found = _lora_of(linear, x) if _is_tested_lora(type(linear)) else None
+    if found is None:
         return None
-    downs = linear.lora_A
+    dtype, device = x.dtype, x.device
+    for parameter in found[:4]:  # no DTensor, not quantized
+        if parameter is not None and (
+            (type(parameter) is not nn.Parameter and type(parameter) is not Tensor)
+            or parameter.dtype != dtype
+            or parameter.device != device
+        ):
+            return None
+    return found
+
+
+def _lora_of(linear: nn.Module, x: Tensor) -> _Projection | None:
+    if linear.disable_adapters or linear.merged or linear.lora_variant:
+        return None
+    children = linear._modules
+    downs = children["lora_A"]._modules
     names = [name for name in linear.active_adapters if name in downs]
-    if len(names) != 1 or type(linear.lora_dropout[names[0]]) is not nn.Identity:
+    if len(names) != 1 or type(children["lora_dropout"]._modules[names[0]]) is not nn.Identity:
         return None
-    base, down, up = linear.base_layer, downs[names[0]], linear.lora_B[names[0]]
+    base, down, up = children["base_layer"], downs[names[0]], children["lora_B"]._modules[names[0]]
     if not (type(base) is type(down) is type(up) is nn.Linear and no_hooks_on(linear, base, down, up)):
         return None
     if down.bias is not None or up.bias is not None:
         return None
-    weights = [down.weight, up.weight]
-    if torch.is_autocast_enabled(x.device.type):  # adapters are often in float32 then, and autocast lowers them
+    weights = down.weight, up.weight
+    if torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type):  # adapters are often in float32 then
         weights = [weight.to(x.dtype) for weight in weights]
-    if not all(_fits(tensor, x) for tensor in (base.weight, base.bias, *weights)):
-        return None
     return _Projection(base.weight, base.bias, *weights, linear.scaling[names[0]])
-
-
-def _fits(parameter: Tensor | None, x: Tensor) -> bool:
-    """Plain (no DTensor, not quantized), and of x's dtype and device."""
-    if parameter is None:
-        return True
-    plain = type(parameter) is nn.Parameter or type(parameter) is Tensor
-    return plain and parameter.dtype == x.dtype and parameter.device == x.device
 
 
 @functools.cache

@@ -127,6 +127,11 @@ def call(name: str, *args):
     return apply(*args) if _wants_grad(args) else _below_autograd(op, *args)
 
 
+def run(name: str, in_triton: bool, *args):
+    """A forward op inside of an autograd function, which differentiates it by `gradients_of`."""
+    return _below_autograd(_CALLS[triton_twin(name) if in_triton else name][0], *args)
+
+
 def _wants_grad(args) -> bool:
     if forward_ad._current_level >= 0:
         return True  # no op has a jvp: autograd says so where it meets a dual tensor

@@ -5,6 +5,7 @@ along the way.
 """
 
 import types
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -161,8 +162,11 @@ class FusedOps:
             **tables,
         )
 
-    def can_turn(self, norms: tuple[nn.Module, ...], x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> bool:
-        """Whether `rms_norm_rope` stands for the norms of projections of x [B, S, D] and the rotation after them.
+    def can_turn(
+        self, norms: Sequence[nn.Module], x: Tensor, rotary_emb: tuple[Tensor, Tensor] | None, heads: int
+    ) -> bool:
+        """Whether `rms_norm_rope` stands for the norms of projections of x [B, S, D] and the rotation after them, or
+        `rms_norm_modulate` for the norms alone.
 
         The projections themselves are not known yet: they have x's dtype, or that of autocast. Under CUDA autocast
         eager computes the norm in float32, and attention casts that down again. Plain loops: this runs at each call.
@@ -180,6 +184,9 @@ class FusedOps:
             weight = norm.weight
             if not _is_weight(weight, dtype, x):
                 return False
+        if rotary_emb is None:
+            return weight.shape[0] % heads == 0
+        cos, sin = rotary_emb
         return _fits_heads(cos, x, weight, heads) and _fits_heads(sin, x, weight, heads)
 
     def can_norm_heads(
@@ -208,6 +215,10 @@ class FusedOps:
         rotation: cos and sin [1, S or fewer, 1, D / heads]."""
         heads = x.shape[2] // norm.weight.shape[0]
         return self.ops.rms_norm_rope(x, norm.weight, *rotation, heads=heads, eps=norm.eps, **self.options)
+
+    def rms_norm(self, norm: nn.RMSNorm, x: Tensor) -> Tensor:
+        """norm(x), of x's dtype."""
+        return self.ops.rms_norm_modulate(x, weight=norm.weight, eps=norm.eps, out_dtype=x.dtype, **self.options)
 
     def rms_norm_rope(self, norm: nn.RMSNorm, x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
         """norm(x) with the columns of its heads turned, of x's dtype: [B, S, D]."""

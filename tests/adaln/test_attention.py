@@ -12,13 +12,14 @@ from diffusers.models.transformers import (
     transformer_wan,
     transformer_wan_animate,
 )
-from peft import LoraConfig
+from peft import LoraConfig, inject_adapter_in_model
 from support.tiny_models import output_and_gradients, relative_error, tiny_inputs, tiny_model
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from adaptiveload_hf import AdaptiveLoadAttnProcessor, UserError, patch_model, unpatch_model
-from adaptiveload_hf.adaln import ops
+from adaptiveload_hf.adaln import ops, queries
 from adaptiveload_hf.adaln.attention import TESTED_PROCESSORS
 from adaptiveload_hf.adaln.source import running_source
 
@@ -33,10 +34,21 @@ CLASSES = {
 
 @pytest.fixture
 def fused_calls(monkeypatch):
-    """Counts the calls of the op."""
+    """Collects the names of the norms' ops as they are called, by themselves or within an operation."""
     calls = []
-    original = ops.rms_norm_rope
-    monkeypatch.setattr(ops, "rms_norm_rope", lambda *args, **options: calls.append(1) or original(*args, **options))
+
+    def collect(module, name, named):
+        original = getattr(module, name)
+
+        def collecting(*args, **options):
+            calls.append(named(args))
+            return original(*args, **options)
+
+        monkeypatch.setattr(module, name, collecting)
+
+    for op in ("rms_norm_rope", "rms_norm_modulate"):
+        collect(ops, op, lambda args, op=op: op)
+    collect(queries, "run", lambda args: args[0])
     return calls
 
 
@@ -57,12 +69,14 @@ def make_inputs(dtype=torch.float32):
     return {"hidden_states": x.requires_grad_(), "rotary_emb": (angles.cos(), angles.sin())}
 
 
-def run(attn, **inputs):
-    """The output, and the gradients of x and of every parameter."""
-    out = attn(**inputs)
-    leaves = {"x": inputs["hidden_states"], **dict(attn.named_parameters())}
+def run(call, attn=None, create_graph=False, **inputs):
+    """The output, and the gradients of the inputs and of every parameter of `attn`, by default what is called."""
+    out, attn = call(**inputs), call if attn is None else attn
+    leaves = {"x": inputs["hidden_states"], **{name: p for name, p in attn.named_parameters() if p.requires_grad}}
+    if "encoder_hidden_states" in inputs:
+        leaves["text"] = inputs["encoder_hidden_states"]
     grad = torch.linspace(-1, 1, out.numel()).reshape(out.shape).to(out)
-    gradients = torch.autograd.grad(out, list(leaves.values()), grad, allow_unused=True)
+    gradients = torch.autograd.grad(out, list(leaves.values()), grad, allow_unused=True, create_graph=create_graph)
     return {"out": out, **{name: g for name, g in zip(leaves, gradients) if g is not None}}
 
 
@@ -82,7 +96,54 @@ def test_self_attention_and_all_its_gradients_equal_the_stock_ones(family, fused
     expected = run(attn, **inputs)
     attn.set_processor(AdaptiveLoadAttnProcessor(attn.processor))
     assert_close(run(attn, **inputs), expected)
-    assert len(fused_calls) == 2
+    assert fused_calls == ["rms_norm_rope"] * 2
+
+
+@pytest.mark.parametrize("family", CLASSES)
+@pytest.mark.parametrize("fused", [False, True], ids=["two projections", "one projection"])
+@pytest.mark.parametrize("text", [False, True], ids=["self-attention", "cross-attention"])
+def test_attention_without_rotation_and_all_its_gradients_equal_the_stock_ones(text, fused, family, fused_calls):
+    options = {"cross_attention_dim_head": HEAD_WIDTH} if text else {}
+    attn, inputs = make_attention(family, **options), make_inputs() | {"rotary_emb": None}
+    if text:
+        inputs["encoder_hidden_states"] = torch.randn(2, 5, HEADS * HEAD_WIDTH, requires_grad=True)
+    if fused:
+        attn.fuse_projections()
+    expected = run(attn, **inputs)
+    attn.set_processor(AdaptiveLoadAttnProcessor(attn.processor))
+    assert_close(run(attn, **inputs), expected)
+    assert fused_calls == ["rms_norm_modulate"] * 2
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
+@pytest.mark.parametrize("text", [False, True], ids=["self-attention", "cross-attention"])
+def test_second_derivatives_equal_the_stock_ones(text, lora, fused_calls):
+    attn, inputs = make_attention(**{"cross_attention_dim_head": HEAD_WIDTH} if text else {}), make_inputs()
+    if text:
+        text = torch.randn(2, 5, HEADS * HEAD_WIDTH, requires_grad=True)
+        inputs |= {"rotary_emb": None, "encoder_hidden_states": text}
+    if lora:
+        config = LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v"], init_lora_weights=False)
+        attn = inject_adapter_in_model(config, attn.requires_grad_(False))
+
+    def of_gradients():
+        with sdpa_kernel(SDPBackend.MATH):
+            first = run(attn, create_graph=True, **inputs)
+            return run(lambda **_: sum(g.square().sum() for name, g in first.items() if name != "out"), attn, **inputs)
+
+    expected = of_gradients()
+    attn.set_processor(AdaptiveLoadAttnProcessor(attn.processor))
+    assert_close(of_gradients(), expected, 1e-4)
+    assert fused_calls
+
+
+def test_what_is_frozen_as_a_whole_is_not_kept_for_backward():
+    attn, inputs = make_attention().requires_grad_(False), make_inputs()
+    attn.set_processor(AdaptiveLoadAttnProcessor())
+    kept = set()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.add(t.data_ptr()), lambda _: None):
+        attn(**inputs)
+    assert kept and inputs["hidden_states"].data_ptr() not in kept
 
 
 def test_the_tested_processors_are_those_installed():
@@ -161,14 +222,12 @@ def test_with_other_norms_or_hooks_on_them_the_stock_processor_runs_alone(change
     assert not fused_calls
 
 
-@pytest.mark.parametrize("case", ["no rotation", "cross-attention", "autocast", "float64", "mixed dtypes", "hook"])
+@pytest.mark.parametrize("case", ["cross-attention with rotation", "autocast", "float64", "mixed dtypes", "hook"])
 def test_calls_that_the_op_does_not_take_run_as_written(case, fused_calls):
     attn, inputs = make_attention(), make_inputs()
-    if case == "no rotation":
-        inputs["rotary_emb"] = None
-    elif case == "cross-attention":
+    if case == "cross-attention with rotation":
         attn = make_attention(cross_attention_dim_head=HEAD_WIDTH)
-        inputs |= {"rotary_emb": None, "encoder_hidden_states": torch.randn(2, 5, HEADS * HEAD_WIDTH)}
+        inputs["encoder_hidden_states"] = torch.randn(2, TOKENS, HEADS * HEAD_WIDTH)
     elif case == "float64":
         attn, inputs["hidden_states"] = attn.double(), inputs["hidden_states"].detach().double().requires_grad_()
     elif case == "mixed dtypes":

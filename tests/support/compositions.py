@@ -115,8 +115,8 @@ def same_refusal(family: str, patch_first: bool, compose_and_run) -> dict[str, s
 
 
 def _apart(ops: dict[str, int]) -> tuple[dict, dict]:
-    """The ops of attention, and the others."""
-    turned = {op: count for op, count in ops.items() if "rope" in op}
+    """The ops of Wan's attention, which are those with an RMS norm, and the others."""
+    turned = {op: count for op, count in ops.items() if "rms" in op}
     return turned, {op: count for op, count in ops.items() if op not in turned}
 
 

@@ -1,0 +1,147 @@
+"""How do queries, keys and values of Wan's attention come out of one operation?
+
+q = turned(RMS(project(x)) * w), k likewise, v = project(x). Called one by one they are three linears, with a node of
+autograd for every view, two norms, and two sums over all of the gradients of x. Together they cost the host less, and
+these sums accumulate in the matrix products.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from . import ops as fused_ops
+from .projections import differentiated, in_fours, is_plain, projected, projection_of
+from .reference import compute_dtype, inverse_rms
+from .registry import bits_of, gradients_of, run
+from .runtime import FusedOps
+
+_LINEARS = ("to_q", "to_k", "to_v")
+
+
+class _Settings(NamedTuple):
+    """Heads; eps of the norm; how many of the projections read x (the others read the text); LoRA's scalings; whether
+    the ops run in Triton."""
+
+    heads: int
+    eps: tuple[float, float]
+    of_x: int
+    scalings: tuple[float, float, float]
+    in_triton: bool
+
+
+def queries_keys_values(
+    ops: FusedOps, attn: nn.Module, x: Tensor, text: Tensor | None, rotary_emb: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """What an attention module of Wan attends with, each [B, S, heads, D / heads], up to rounding.
+
+    None where calling its modules does more (see `projections.project` and `FusedOps.can_turn`), and where all that
+    reads x, or the text, is frozen: it would be kept for nothing.
+
+    Args:
+        text: what keys and values are made of, [B, T, E]; None: of x.
+        rotary_emb: cos and sin of `rms_norm_rope`; None: nothing is turned.
+    """
+    children = attn._modules
+    norms = children.get("norm_q"), children.get("norm_k")
+    if ops.ops is not fused_ops or None in norms or attn.fused_projections or not is_plain(x):
+        return None
+    if text is not None and not (is_plain(text) and text.ndim == 3 and text.dtype == x.dtype):
+        return None
+    if not ops.can_turn(norms, x, rotary_emb, attn.heads):
+        return None
+    found = []
+    for name, of in zip(_LINEARS, (x, x, x) if text is None else (x, text, text)):
+        projection = projection_of(children[name], of)
+        if projection is None:
+            return None
+        found.append(projection)
+    of_x = 3 if text is None else 1
+    if torch.is_grad_enabled() and not (_is_trained(found[:of_x]) and (text is None or _is_trained(found[of_x:]))):
+        return None
+    (*q, scaling_q), (*k, scaling_k), (*v, scaling_v) = found
+    eps, scalings = (norms[0].eps, norms[1].eps), (scaling_q, scaling_k, scaling_v)
+    settings = _Settings(attn.heads, eps, of_x, scalings, bool(ops.options))
+    cos, sin = (None, None) if rotary_emb is None else rotary_emb
+    return _apply(settings, x, text, cos, sin, norms[0].weight, norms[1].weight, *q, *k, *v)
+
+
+def _is_trained(projections: list) -> bool:
+    for weight, _, down, _, _ in projections:
+        if weight.requires_grad or (down is not None and down.requires_grad):
+            return True
+    return False
+
+
+class _QueriesKeysValues(torch.autograd.Function):
+    """Gradients: through the norms by their ops, then as `projections` does."""
+
+    @staticmethod
+    def forward(ctx, settings, x, text, cos, sin, norm_q, norm_k, *tensors):
+        (q, h_q), (k, h_k), (v, h_v) = _projections(settings, x, text, in_fours(tensors))
+        turned_q, rstd_q = _normed(settings, q, norm_q, cos, sin, 0)
+        turned_k, rstd_k = _normed(settings, k, norm_k, cos, sin, 1)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, text, cos, sin, norm_q, norm_k, q, k, rstd_q, rstd_k, h_q, h_k, h_v, *tensors)
+        ctx.settings, ctx.in_triton = settings, settings.in_triton
+        return turned_q, turned_k, v.view(*v.shape[:2], settings.heads, -1)
+
+    @staticmethod
+    def backward(ctx, grad_q, grad_k, grad_v):
+        x, text, cos, sin, norm_q, norm_k, q, k, rstd_q, rstd_k, *rest = ctx.saved_tensors
+        settings, hs, tensors = ctx.settings, rest[:3], in_fours(rest[3:])
+        _, x_needs, text_needs, _, _, norm_q_needs, norm_k_needs, *needs = ctx.needs_input_grad
+        if torch.is_grad_enabled():  # the gradients of the norms depend on x, too
+            (q, _), (k, _), _ = _projections(settings, x, text, tensors)
+        grad_q, grad_norm_q = _through_norm(ctx, grad_q, q, rstd_q, norm_q, cos, sin, 0, norm_q_needs)
+        grad_k, grad_norm_k = _through_norm(ctx, grad_k, k, rstd_k, norm_k, cos, sin, 1, norm_k_needs)
+        grads, kept = (grad_q, grad_k, grad_v), [(w, down, up, h) for (w, _, down, up), h in zip(tensors, hs)]
+        found, dxs, needs = [], [], in_fours(needs)
+        for of, some, of_needs in ((x, slice(settings.of_x), x_needs), (text, slice(settings.of_x, 3), text_needs)):
+            dx, of_some = None, []
+            if of is not None:
+                some = [each[some] for each in (grads, settings.scalings, kept, needs)]
+                dx, of_some = differentiated(of.flatten(0, 1), *some, of_needs)
+            dxs.append(None if dx is None else dx.view(of.shape))
+            found += of_some
+        return None, *dxs, None, None, grad_norm_q, grad_norm_k, *found
+
+
+# Function.apply looks at every argument for what torch.func leaves behind, which `is_plain` has excluded.
+_apply = super(torch.autograd.Function, _QueriesKeysValues).apply
+
+
+def _projections(settings: _Settings, x: Tensor, text: Tensor | None, tensors: list) -> list:
+    """(y, h) of each as in `projections.projected`, y as [B, S, D]."""
+    made, rows = [], x.flatten(0, 1)
+    for i, (scaling, projection) in enumerate(zip(settings.scalings, tensors)):
+        if i == settings.of_x:
+            x, rows = text, text.flatten(0, 1)
+        y, h = projected(rows, *projection, scaling)
+        made.append((y.view(*x.shape[:2], -1), h))
+    return made
+
+
+def _normed(settings: _Settings, y: Tensor, weight: Tensor, cos, sin, which: int) -> tuple[Tensor, Tensor]:
+    """(y normalised and turned, [B, S, heads, D / heads], the statistics of its rows)."""
+    if cos is not None:
+        return run("rms_norm_rope", settings.in_triton, y, weight, cos, sin, settings.heads, settings.eps[which])
+    normed, rstd = run(
+        "rms_norm_modulate", settings.in_triton, y, None, None, weight, settings.eps[which], 1.0, 0.0, y.dtype
+    )
+    return normed.view(*y.shape[:2], settings.heads, -1), rstd
+
+
+def _through_norm(ctx, grad, y, rstd, weight, cos, sin, which: int, weight_needs: bool) -> list[Tensor | None]:
+    """Gradients of y and of the norm's weight."""
+    if grad is None:
+        return [None, None]
+    if torch.is_grad_enabled():
+        rstd = inverse_rms(y, ctx.settings.eps[which], compute_dtype(y, weight, cos, sin))
+    if cos is not None:
+        needs = bits_of((True, weight_needs))
+        return gradients_of(ctx, "rms_norm_rope", 2, needs, grad, y, rstd, weight, cos, sin)
+    needs, grad = bits_of((True, False, False, weight_needs)), grad.flatten(2)
+    args = (grad, y, rstd, None, weight, 1.0, 0.0, 1, y.dtype)
+    dy, _, _, dweight = gradients_of(ctx, "rms_norm_modulate", 4, needs, *args)
+    return [dy, dweight]
