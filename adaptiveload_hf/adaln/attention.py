@@ -35,11 +35,12 @@ _OPS_OF = {backend: FusedOps(*arguments, frozenset(OPS)) for backend, arguments 
 
 
 class AdaptiveLoadAttnProcessor:
-    """Wan's attention with the RMS norm and the rotary embedding of queries and keys as one op, `rms_norm_rope`.
+    """Wan's attention with the RMS norm and the rotary embedding of queries and keys as one op, `rms_norm_rope`, or in
+    cross-attention `rms_norm_modulate`; where nothing stands against it together with the projections, as
+    `queries.queries_keys_values`.
 
-    Projections with LoRA are one operation, see `projections.project`. Everything else (image keys, the attention
-    backend) is done by a processor of diffusers, which this one wraps. It also norms and turns where the op does not
-    apply: in cross-attention, with other norms or hooks on them, with mixed dtypes.
+    All else (image keys, fused projections, the attention backend) is done by a processor of diffusers, which this one
+    wraps. It also norms and turns where the ops do not apply: with other norms or hooks on them, with mixed dtypes.
 
     Args:
         stock: the processor to wrap, by default a new WanAttnProcessor. Its attention backend and parallel
@@ -100,7 +101,7 @@ class AdaptiveLoadAttnProcessor:
             return None
         attend, backend = self._tested_call.__globals__["dispatch_attention_fn"], stock._attention_backend
         y = attend(*made, attn_mask=mask, dropout_p=0.0, is_causal=False, backend=backend, parallel_config=None)
-        linear, dropout = modules["to_out"]
+        linear, dropout, *_ = modules["to_out"]
         return dropout(project(y.flatten(2, 3).type_as(made[0]), linear)[0])
 
     def _can_wrap(self, stock: object) -> bool:

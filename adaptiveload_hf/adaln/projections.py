@@ -36,9 +36,9 @@ class _Projection(NamedTuple):
 def project(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
     """linear(x) for each of them, up to rounding.
 
-    Linears with LoRA, and plain ones beside them, are one operation. All else is called: plain linears alone (their
-    sums are too small a part to gain from it: measured on an H200), subclasses, quantized ones, those with hooks,
-    DoRA, dropout, more than one adapter. So is everything while torch.compile traces, which fuses these sums by
+    Linears with LoRA, and plain ones beside them, are one operation. All else is called: plain linears alone (by
+    themselves they do not gain from it: measured on an H200), subclasses, quantized ones, those with hooks, DoRA,
+    dropout, more than one adapter. So is everything while torch.compile traces, which fuses these sums by
     itself, and under torch.func.
 
     Args:
