@@ -8,7 +8,8 @@ from fractions import Fraction
 from pathlib import Path
 
 import datasets
-from media import Bucket, Footage, look
+from media import look
+from resolution_buckets import Bucket, Footage
 
 from adaptiveload_hf.errors import UserError
 

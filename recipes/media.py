@@ -4,7 +4,6 @@ import bisect
 import math
 import struct
 from contextlib import contextmanager
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import NamedTuple
 import av
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
+from resolution_buckets import Bucket, Footage
 
 from adaptiveload_hf.errors import UserError
 
@@ -44,27 +44,6 @@ class Frame(NamedTuple):
     seconds: Fraction
     pixel_aspect: Fraction
     load: object  # only valid until the next frame is asked for
-
-
-@dataclass(frozen=True)
-class Footage:
-    """What `look` found in a file. `source_frames[k]` is the index of the decoded frame shown at time k / fps."""
-
-    source_frames: tuple[int, ...]
-    shown_height: int
-    shown_width: int
-    moving: bool
-
-
-class Bucket(NamedTuple):
-    """Size of the samples of one bucket in frames and pixels, before the VAE."""
-
-    frames: int
-    height: int
-    width: int
-
-    def __str__(self) -> str:
-        return f"{self.frames}x{self.height}x{self.width}"
 
 
 def look(path: Path, fps: Fraction, longest: int) -> Footage:

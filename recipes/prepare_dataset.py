@@ -26,7 +26,7 @@ from data_folder import Listing, list_samples, printable
 from encoders import Family, find_family, load_media_encoder, load_text_encoder, pipeline_folder
 from fingerprints import FileRecords, describe_changes, digest, text_digest
 from hub_rows import unpack_dataset
-from media import Bucket, describe_resizing
+from media import describe_resizing
 from prepared_shards import (
     ShardWriter,
     compact,
@@ -37,7 +37,7 @@ from prepared_shards import (
     read_tensors,
     replace_dataset,
 )
-from resolution_buckets import automatic_buckets, parse_buckets
+from resolution_buckets import Bucket, automatic_buckets, parse_buckets
 from safetensors import safe_open
 from safetensors.torch import save
 from sample_plan import Planned, look_through, plan_samples, read_sample

@@ -4,15 +4,36 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from media import Bucket, Footage
 
 from adaptiveload_hf.errors import UserError
 
 # What automatic buckets keep of all frames and of all picture areas, at least: fewer buckets would keep less.
 KEPT_FRAMES, KEPT_AREA = 0.9, 0.9
+
+
+@dataclass(frozen=True)
+class Footage:
+    """What media.look found in a file. `source_frames[k]` is the index of the decoded frame shown at time k / fps."""
+
+    source_frames: tuple[int, ...]
+    shown_height: int
+    shown_width: int
+    moving: bool
+
+
+class Bucket(NamedTuple):
+    """Size of the samples of one bucket in frames and pixels, before the VAE."""
+
+    frames: int
+    height: int
+    width: int
+
+    def __str__(self) -> str:
+        return f"{self.frames}x{self.height}x{self.width}"
 
 
 class Grid(NamedTuple):

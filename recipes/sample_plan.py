@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 from data_folder import Listing
 from fingerprints import FileRecords, fingerprint, row_keys, stamp
-from media import Bucket, Footage, choose_bucket, read
+from media import choose_bucket, read
+from resolution_buckets import Bucket, Footage
 from shared_work import gather, in_threads, own_share
 from tqdm import tqdm
 

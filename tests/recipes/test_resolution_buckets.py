@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from media import Bucket, Footage, choose_bucket
+from media import choose_bucket
 from resolution_buckets import (
     KEPT_AREA,
     KEPT_FRAMES,
+    Bucket,
+    Footage,
     Grid,
     automatic_buckets,
     choose_lengths,

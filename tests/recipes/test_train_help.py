@@ -1,9 +1,13 @@
-"""Does --help of a trainer name every argument with what it is and its default, section by section?"""
+"""Does --help of a trainer name every argument with what it is and its default, and what must be installed for it?"""
 
+import ast
 import importlib
 import re
+from pathlib import Path
 
 import pytest
+
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 @pytest.mark.parametrize("recipe", ["train_wan", "train_sd3"])
@@ -21,3 +25,21 @@ def test_help_says_of_every_argument_what_it_is_and_its_default(recipe, monkeypa
     for part in ("--learning_rate N", "(default: 1e-05)", "(default: 0)", "A LoRA instead of all weights:"):
         assert part in said
     assert "None" not in said and "False" not in said
+
+
+@pytest.mark.parametrize("recipe", ["train_wan", "train_sd3"])
+def test_a_machine_that_only_trains_needs_no_video_decoder(recipe):
+    seen, ahead = set(), [recipe]
+    while ahead:
+        module = ahead.pop()
+        path = RECIPES / f"{module}.py"
+        new = module not in seen and path.exists()
+        seen.add(module)
+        if not new:
+            continue
+        for node in ast.parse(path.read_text()).body:  # what is imported inside a function is not looked at
+            if isinstance(node, ast.Import):
+                ahead += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                ahead.append(node.module)
+    assert "training_loop" in seen and "av" not in seen
