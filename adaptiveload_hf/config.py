@@ -14,7 +14,7 @@ from diffusers.utils import PushToHubMixin
 from .buckets.cost import Measurement, MemoryModel, cost_model_from_dict
 from .buckets.fit import CostFit, fit_cost_model, fit_memory_model
 from .buckets.flops import count_flops
-from .buckets.plan import BucketPlan, make_plan
+from .buckets.plan import BucketPlan, check_ranks, make_plan
 from .buckets.shapes import LatentShape, TokenGeometry
 from .buckets.simulate import BALANCES, ComparisonRow, compare
 from .config_file import (
@@ -275,6 +275,7 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
             policy: None is "dual", or "fixed" where the config has batch sizes of its own.
             the rest: as in `make_plan`.
         """
+        check_ranks(world_size, gradient_accumulation_steps)
         policy = policy or ("fixed" if self.batch_sizes else "dual")
         if policy == "fixed":
             own = {str(shape): size for shape, size in self.batch_sizes.items() if shape in shape_counts}

@@ -50,9 +50,13 @@ def make_accelerator(
         The accelerator. Under FSDP, `accelerator.is_fsdp2` is true.
 
     Raises:
-        UserError: FSDP is asked for but not active, or is FSDP1; the launcher started another number of processes
-            than the accelerator joins; or batches would be split or dispatched by accelerate.
+        UserError: K is no number; FSDP is asked for but not active, or is FSDP1; the launcher started another number
+            of processes than the accelerator joins; or batches would be split or dispatched by accelerate.
     """
+    if not isinstance(gradient_accumulation_steps, int) or gradient_accumulation_steps < 1:
+        raise UserError(
+            f"gradient_accumulation_steps is a whole number from 1 on, but found {gradient_accumulation_steps!r}."
+        )
     _check_batch_options(kwargs)
     fsdp_asked = parse_flag_from_env("ACCELERATE_USE_FSDP") or kwargs.get("fsdp_plugin") is not None
     if fsdp_asked:

@@ -60,6 +60,12 @@ def test_fsdp1_is_refused_by_name(monkeypatch):
         make_accelerator()
 
 
+@pytest.mark.parametrize("steps", [0, -1, 1.5, "2", None])
+def test_an_accumulation_that_is_no_number_of_micro_steps_is_refused(steps):
+    with pytest.raises(UserError, match=f"a whole number from 1 on, but found {steps!r}"):
+        make_accelerator(gradient_accumulation_steps=steps)
+
+
 @pytest.mark.parametrize("name", ["split_batches", "dispatch_batches"])
 def test_options_that_would_cut_or_send_micro_batches_are_refused(name):
     with pytest.raises(UserError, match=f"need {name}=False, but it is True"):

@@ -186,8 +186,8 @@ def _check_choice(name: str, value: object, choices: Collection[str]) -> None:
 
 
 def _checked_ops(ops: str | Collection[str]) -> frozenset[str]:
-    names = OPS if ops == "all" else {ops} if isinstance(ops, str) else ops
-    unknown = sorted(set(names) - set(OPS))
+    names = OPS if ops == "all" else {ops} if isinstance(ops, str) or not isinstance(ops, Collection) else ops
+    unknown = sorted(map(str, set(names) - set(OPS)))
     if unknown or not names:
         found = ", ".join(unknown) or "nothing"
         raise UserError(f'ops must be "all" or some of {", ".join(OPS)}, but it names {found}.')

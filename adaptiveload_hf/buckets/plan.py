@@ -140,9 +140,9 @@ def make_plan(
         UserError: a shape that does not fit at B = 1 or was never measured, too few samples, or an option that is
             wrong or that nothing follows.
     """
+    check_ranks(world_size, gradient_accumulation_steps)
+    _check_arguments(shape_counts, policy, memory_limit_gib, batch_sizes)
     shapes = tuple(sorted(shape_counts))
-    if policy not in POLICIES:
-        raise UserError(f"policy is one of {', '.join(POLICIES)}, but found {policy!r}.")
     geometry = geometry or TokenGeometry()
     tokens = np.array([geometry.tokens(shape) for shape in shapes], dtype=np.int64)
     counts = np.array([shape_counts[shape] for shape in shapes], dtype=np.int64)
@@ -173,18 +173,40 @@ def make_plan(
     return BucketPlan(policy, target, work.least_m_mem_tokens, tuple(Bucket(*row) for row in rows), findings)
 
 
-def _check_counts(work: Workload) -> None:
-    run = (work.world_size, work.gradient_accumulation_steps)
-    if not all(isinstance(number, (int, np.integer)) and number >= 1 for number in run):
+def check_ranks(world_size: int, gradient_accumulation_steps: int) -> None:
+    """
+    Raises:
+        UserError: W or K is no whole number from 1 on.
+    """
+    run = (world_size, gradient_accumulation_steps)
+    if not all(isinstance(number, int | np.integer) and number >= 1 for number in run):
         raise UserError(
             "world_size and gradient_accumulation_steps must be at least 1 and whole, but found "
             f"{run[0]!r} and {run[1]!r}."
         )
-    group = math.prod(run)
-    if len(work.counts) == 0 or work.counts.min() < 0:
+
+
+def _check_arguments(shape_counts, policy, memory_limit_gib, batch_sizes) -> None:
+    if policy not in POLICIES:
+        raise UserError(f"policy is one of {', '.join(POLICIES)}, but found {policy!r}.")
+    wrong = [
+        f"{shape!r}: {count!r}"
+        for shape, count in dict(shape_counts).items()
+        if not (isinstance(shape, LatentShape) and isinstance(count, int | np.integer) and count >= 0)
+    ]
+    if wrong or not shape_counts:
         raise UserError(
-            f"shape_counts needs at least one shape and no negative count, but found {work.counts.tolist()}."
+            "shape_counts maps at least one LatentShape, such as LatentShape.parse('21x60x104'), to a whole number of "
+            f"samples, but found {', '.join(wrong[:3]) or 'none'}."
         )
+    if memory_limit_gib is not None and not (isinstance(memory_limit_gib, int | float) and memory_limit_gib > 0):
+        raise UserError(f"memory_limit_gib is a number of GiB above 0, or None, but found {memory_limit_gib!r}.")
+    if not isinstance(batch_sizes, Mapping | None):
+        raise UserError(f"batch_sizes is {{shape: B}} such as {{'21x60x104': 1}}, but found {batch_sizes!r}.")
+
+
+def _check_counts(work: Workload) -> None:
+    group = work.world_size * work.gradient_accumulation_steps
     if work.counts.sum() < group:
         raise UserError(
             f"An optimizer step needs at least one sample for each of {work.world_size} ranks x "

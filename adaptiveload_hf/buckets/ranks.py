@@ -20,6 +20,21 @@ def data_rank_and_size(accelerator) -> tuple[int, int]:
     return accelerator.process_index // peers, accelerator.num_processes // peers
 
 
+def check_arguments(dataset, config, accelerator, shapes) -> None:
+    """
+    Raises:
+        UserError: an argument of a loader is of another kind, such as the path of a config.
+    """
+    for name, value, attribute, words in (
+        ("dataset", dataset, "__len__", "rows by index; of a streaming dataset prepare or download the rows first"),
+        ("config", config, "plan", "a BucketConfig, such as BucketConfig.from_pretrained(FOLDER)"),
+        ("accelerator", accelerator, "gradient_state", "the run's Accelerator, such as make_accelerator()"),
+        ("shapes", shapes, "bucket_of_sample", "a BucketIndex, such as index_shapes(sizes)"),
+    ):
+        if not hasattr(value, attribute) and not (name == "shapes" and value is None):
+            raise UserError(f"{name} must be {words}, but it is {type(value).__name__} {str(value)[:80]!r}.")
+
+
 def check_run(schedule: EpochSchedule, accelerator=None) -> None:
     """Compares W and K of a schedule with those that accelerate deals and accumulates by.
 

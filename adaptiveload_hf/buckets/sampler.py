@@ -17,7 +17,7 @@ from ..errors import UserError
 from .collate import BatchReader, Failure, check_picklable, collate_prepared, keep
 from .cost import CostModel
 from .plan import BucketPlan
-from .ranks import check_run, check_scheduler, compare_ranks, data_rank_and_size
+from .ranks import check_arguments, check_run, check_scheduler, compare_ranks, data_rank_and_size
 from .schedule import EpochSchedule, count_update_steps, schedule_epoch
 from .shapes import BucketIndex, dataset_fingerprint, read_shapes, shape_counts
 from .state import check_whole, read_state, register, sealed
@@ -178,6 +178,7 @@ class BucketDataLoader(DataLoaderStateMixin):
     ):
         if on_dataset_change not in ("error", "new_epoch"):
             raise UserError(f"on_dataset_change is 'error' or 'new_epoch', but found {on_dataset_change!r}.")
+        check_arguments(dataset, config, accelerator, shapes)
         index = read_shapes(dataset) if shapes is None else shapes
         if len(index.bucket_of_sample) != len(dataset):
             raise UserError(

@@ -206,6 +206,8 @@ def test_a_bare_module_is_patched_as_well():
         (Mixed(), {"verify": True}, "verify must be one of auto, always, never, but it is True"),
         (Mixed(), {"ops": ["rope"]}, "but it names rope"),
         (Mixed(), {"ops": []}, "but it names nothing"),
+        (Mixed(), {"ops": None}, "but it names None"),
+        (Mixed(), {"ops": [1, "rope"]}, "but it names 1, rope"),
         (Mixed(), {"ops": "rms_norm_rope"}, "its op was not asked for"),
     ],
 )

@@ -264,6 +264,15 @@ def test_wrong_arguments_are_refused():
     for repeats in ([1.0] * 5, np.full(57, np.nan)):
         with pytest.raises(UserError, match="repeats must be 57 numbers of at least 0"):
             make(repeats=repeats)
+    right = {"dataset": [1], "config": CountedConfig(), "accelerator": Accelerator(cpu=True)}
+    for argument, value, words in (
+        ("dataset", iter(()), "rows by index; of a streaming dataset .*, but it is tuple_iterator"),
+        ("config", "config", r"a BucketConfig, such as .*from_pretrained\(FOLDER\), but it is str 'config'"),
+        ("accelerator", None, r"the run's Accelerator, such as make_accelerator\(\), but it is NoneType"),
+        ("shapes", [1, 2], r"a BucketIndex, such as index_shapes\(sizes\), but it is list"),
+    ):
+        with pytest.raises(UserError, match=f"{argument} must be {words}"):
+            BucketDataLoader(**right | {argument: value})
     with pytest.raises(UserError, match="8 micro-steps, but the dataset has 5 samples"):
         make(accumulation=8, counts=(5,))
 

@@ -135,14 +135,20 @@ def test_too_few_samples_for_an_optimizer_step_are_refused():
 def test_wrong_options_are_refused():
     with pytest.raises(UserError, match="policy is one of dual, equal_token, equal_time, fixed, but found 'duel'"):
         plan(policy="duel")
+    for counts in ({}, {"1x32x32": 900}, {LatentShape(1, 32, 32): 900.5}, {LatentShape(1, 32, 32): -1}):
+        with pytest.raises(UserError, match=r"shape_counts maps at least one LatentShape, such as .*, but found"):
+            plan(counts)
+    for limit in (math.nan, -1, 0, "80"):
+        with pytest.raises(UserError, match=f"memory_limit_gib is a number .* above 0, .*, but found {limit!r}"):
+            plan(memory_limit_gib=limit)
+    with pytest.raises(UserError, match=r"batch_sizes is {shape: B} such as .*, but found \[1\]"):
+        plan(batch_sizes=[1])
     for run in ({"world_size": 0}, {"world_size": 1.5}, {"gradient_accumulation_steps": "2"}):
         with pytest.raises(UserError, match="must be at least 1 and whole, but found"):
             plan(**run)
     for target in (0, -1.0, math.inf, "fast"):
         with pytest.raises(UserError, match="target_seconds is 'auto' or a number above 0"):
             plan(target_seconds=target)
-    with pytest.raises(UserError, match="at least one shape"):
-        plan({})
 
 
 def test_a_compute_limit_that_changes_nothing_is_called_inert():
