@@ -19,7 +19,6 @@ from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 
-import av
 import diffusers
 import matplotlib.pyplot as plt
 import numpy as np
@@ -92,6 +91,8 @@ def scene_cutter(folder: Path):
     A piece is any part of the picture and of the time; held-out pieces are of the last 40% of a clip, others of the
     rest.
     """
+    import av  # where samples were encoded elsewhere it may be missing
+
     clips = {}
     for file in sorted(folder.iterdir()):
         with av.open(file) as container:

@@ -167,17 +167,21 @@ def test_a_committed_comparison_trained_the_same_samples_in_every_arm_as_predict
         assert row["samples"] == sum(result["samples"].values())
 
 
-def test_a_law_of_the_same_gpus_says_what_two_ranks_took_and_needed():
-    results = ROOT / "recipes" / "results"
-    measurements, _ = read_measurements(ROOT / "tests" / "data" / "h200_fsdp2_steps.jsonl")
+@pytest.mark.parametrize("kernels, name", [("eager", "h200_fsdp2_steps"), ("patched", "h200_fsdp2_patched_steps")])
+def test_a_law_of_the_same_gpus_says_what_two_ranks_took_and_needed(kernels, name):
+    measurements, _ = read_measurements(ROOT / "tests" / "data" / f"{name}.jsonl")
     cost, memory = fit_cost_model(measurements).model, fit_memory_model(measurements)
-    arm = json.loads((results / "wan21_1.3b_2gpu_one_arm_compare.json").read_text())["arms"][0]
-    sizes = np.array([size for _, size, _ in arm["micro_batches"]]).reshape(-1, 2)
-    tokens = [TokenGeometry().tokens(LatentShape.parse(shape)) for shape, _, _ in arm["micro_batches"]]
-    tokens = np.array(tokens).reshape(-1, 2)
-    seconds = cost.seconds(sizes, tokens)
-    assert seconds.max(1).sum() == pytest.approx(arm["seconds"], rel=0.04)
-    assert seconds.max(1) == pytest.approx(np.diff(np.mean(arm["starts"], axis=0)), rel=0.06)
-    busy = seconds.mean(1).sum() / seconds.max(1).sum()
-    assert busy == pytest.approx(arm["measured_balance_efficiency"], abs=0.01)
-    assert memory.gib(sizes, tokens).max() == pytest.approx(arm["peak_gib"], rel=0.02)
+    result = json.loads((ROOT / "recipes" / "results" / "wan21_1.3b_2gpu_compare.json").read_text())
+    arms = [arm for arm in result["arms"] if arm["arm"].endswith(kernels)]
+    assert arms
+    for arm in arms:
+        sizes = np.array([size for _, size, _ in arm["micro_batches"]]).reshape(-1, 2)
+        tokens = [TokenGeometry().tokens(LatentShape.parse(shape)) for shape, _, _ in arm["micro_batches"]]
+        tokens = np.array(tokens).reshape(-1, 2)
+        seconds = cost.seconds(sizes, tokens)
+        assert seconds.max(1).sum() == pytest.approx(arm["seconds"], rel=0.05)
+        # A micro-step of small batches waits for the host, which is not as fast one day as another.
+        assert np.median(np.abs(seconds.max(1) / np.diff(np.mean(arm["starts"], axis=0)) - 1)) < 0.05
+        busy = seconds.mean(1).sum() / seconds.max(1).sum()
+        assert busy == pytest.approx(arm["measured_balance_efficiency"], abs=0.05)
+        assert memory.gib(sizes, tokens).max() == pytest.approx(arm["peak_gib"], rel=0.005)
