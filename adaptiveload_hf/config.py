@@ -30,7 +30,7 @@ from .config_file import (
     read_fields,
     write_folder,
 )
-from .environment import assumptions, current_environment, differences, memory_limit, memory_on_ranks
+from .environment import assumptions, current_environment, differences, memory_elsewhere, memory_limit
 from .errors import UserError
 from .hub import download, full_id, is_hub_id, push_folder
 
@@ -99,8 +99,8 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         Args:
             measurements: `Measurement`s of one set-up.
             model: JSON values that describe the model: `class`, `config_hash`, and `base_model` where it is a Hub id.
-            environment: JSON values that describe the set-up: `gpu`, `gpu_memory_gib`, `world_size`, `strategy`,
-                `dtype`, `activation_checkpointing`, `patched`, `lora`, `gradient_accumulation_steps`, `versions`.
+            environment: JSON values of the set-up: `gpu`, `gpu_memory_gib`, `world_size`, `strategy`, `dtype`, `lora`,
+                `patched`, `activation_checkpointing`, `gradient_accumulation_steps`, `gradient_gib`, `versions`.
             geometry: `TokenGeometry` of the model.
             example_plan: `BucketPlan` of the author's own data.
             fit: the `CostFit` to save, where it was made already.
@@ -280,7 +280,7 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         if policy == "fixed":
             own = {str(shape): size for shape, size in self.batch_sizes.items() if shape in shape_counts}
             batch_sizes = own | {str(shape): size for shape, size in (batch_sizes or {}).items()}
-        options, findings = self._plan_options(world_size, memory_limit_gib)
+        options, findings = self._plan_options(world_size, gradient_accumulation_steps, memory_limit_gib)
         plan = make_plan(
             shape_counts,
             self.cost_model,
@@ -334,9 +334,9 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
             baseline=baseline,
         )
 
-    def assumptions(self, world_size: int, memory_limit_gib: float | None = None) -> list[str]:
-        """What a plan for so many ranks takes for granted: memory limit, other ranks or GPU than measured."""
-        return self._plan_options(world_size, memory_limit_gib)[1]
+    def assumptions(self, world_size: int, accumulation: int = 1, memory_limit_gib: float | None = None) -> list[str]:
+        """What a plan for so many ranks and K takes for granted: memory limit, other ranks, K or GPU than measured."""
+        return self._plan_options(world_size, accumulation, memory_limit_gib)[1]
 
     def check_environment(self, environment: dict[str, Any], model: dict[str, Any] | None = None) -> list[str]:
         """
@@ -355,11 +355,11 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
             if key in model and key in self.model and model[key] != self.model[key]
         ]
 
-    def _plan_options(self, world_size, memory_limit_gib):
+    def _plan_options(self, world_size, accumulation, memory_limit_gib):
         """What this config adds to the arguments of `make_plan`, and what the user should know of it."""
         findings, memory = assumptions(self.environment, world_size), self.memory_model
         if memory is not None:
-            memory, said = memory_on_ranks(memory, self.environment, world_size)
+            memory, said = memory_elsewhere(memory, self.environment, world_size, accumulation)
             findings += said
             if memory.known_tokens is not None:
                 findings.append(

@@ -267,8 +267,9 @@ def _check_environment(environment):
     for name in ("gpu", "strategy", "dtype"):
         if not isinstance(environment.get(name), str | None):
             raise UserError(f"environment.{name} must be a string or null, but it is {_shown(environment[name])}.")
-    if environment.get("gpu_memory_gib") is not None:
-        _check_number(environment["gpu_memory_gib"], "environment.gpu_memory_gib", least=0.1)
+    for name, least in (("gpu_memory_gib", 0.1), ("gradient_gib", 0.0)):
+        if environment.get(name) is not None:
+            _check_number(environment[name], f"environment.{name}", least=least)
     for name in ("world_size", "gradient_accumulation_steps"):
         if environment.get(name) is not None:
             _check_count(environment[name], f"environment.{name}")

@@ -62,28 +62,44 @@ def memory_limit(measured):
     return limit, words + "."
 
 
-def memory_on_ranks(memory, measured, world_size):
+def memory_elsewhere(memory, measured, world_size, accumulation):
     """
-    The memory law on another number of ranks than the measured one.
+    The memory law on another number of ranks than the measured one, and with other accumulation.
 
-    FSDP2 shards weights, gradients and optimizer state over all ranks, so on fewer ranks each holds more: at most
-    base_gib and floor_gib times measured / world_size. On more ranks they are kept: too much rather than too little.
+    With more than one micro-step a rank keeps its gradients while the next one's activations live. FSDP2 shards
+    weights, gradients and optimizer state over all ranks, so on fewer ranks each holds more: at most base_gib and
+    floor_gib times measured / world_size. On more ranks they are kept: too much rather than too little.
 
     Args:
         memory: `MemoryModel`.
         measured: `environment` of a config.
         world_size: data ranks of the plan.
+        accumulation: K of the plan.
 
     Returns: (`MemoryModel`, what is assumed as a list of sentences).
     """
+    found = []
+    if accumulation > 1 == measured.get("gradient_accumulation_steps"):
+        kept = measured.get("gradient_gib")
+        memory = replace(memory, base_gib=memory.base_gib + (kept or 0.0))
+        found.append(
+            f"Measured with one micro-step in an optimizer step, planned for {accumulation}: "
+            + (
+                "what a rank then keeps of gradients between micro-steps is not in the memory law. Measure with "
+                f"--gradient_accumulation_steps {accumulation}, or leave memory for it."
+                if kept is None
+                else f"a rank keeps {kept:.2f} GiB of gradients between micro-steps, which is added."
+            )
+        )
     ranks = measured.get("world_size")
     if ranks is None or world_size >= ranks or measured.get("strategy") != "fsdp2":
-        return memory, []
+        return memory, found
     more = ranks / world_size
     larger = replace(memory, base_gib=more * memory.base_gib, floor_gib=more * memory.floor_gib)
     return larger, [
+        *found,
         f"FSDP2 shards over {world_size} ranks instead of {ranks}: what a rank holds before any sample is taken as "
-        f"{larger.base_gib:.1f} GiB instead of {memory.base_gib:.1f}, which is the most it can be."
+        f"{larger.base_gib:.1f} GiB instead of {memory.base_gib:.1f}, which is the most it can be.",
     ]
 
 

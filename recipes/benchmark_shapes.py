@@ -12,11 +12,12 @@ from pathlib import Path
 
 import sd3_training
 import wan_training
-from accelerate.utils import broadcast_object_list, set_seed
+from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from flow_matching import make_flow_matching
 from lora import add_lora_arguments
 from model_setup import (
     describe_run,
+    gradient_gib,
     load_index,
     load_transformer,
     load_transformer_config,
@@ -135,7 +136,8 @@ def benchmark(accelerator, args, dataset, counts, output_dir: Path, max_points: 
     if accelerator.is_main_process:
         keep_one_setup(output_dir, {"model": model_facts, "environment": environment})
 
-    run_step = make_run_step(accelerator, args, family, sizes)
+    run_step, kept_gib = make_run_step(accelerator, args, family, sizes)
+    environment["gradient_gib"] = max(gather_object([kept_gib]))
     path = output_dir / "measurements.jsonl"
     # One of the points is kept for the largest micro-batch of the plan.
     measurements = measure_shapes(accelerator, run_step, counts, geometry, max_points=max_points - 1, output_path=path)
@@ -166,7 +168,11 @@ def benchmark(accelerator, args, dataset, counts, output_dir: Path, max_points: 
 
 
 def make_run_step(accelerator, args, family, sizes: dict):
-    """The real optimizer step, on random latents: forward, loss, backward and K micro-steps, clip, AdamW."""
+    """The real optimizer step, on random latents: forward, loss, backward and K micro-steps, clip, AdamW.
+
+    Returns:
+        The function of shape and batch size, and the GiB of the gradients that a rank may keep between micro-steps.
+    """
     variant = family.choose_variant(args)
     transformer = load_transformer(accelerator, family.MODEL_CLASS, args, variant.subfolder)
     model, optimizer, scheduler = prepare_training(accelerator, args, transformer)
@@ -182,7 +188,7 @@ def make_run_step(accelerator, args, family, sizes: dict):
         for _ in range(args.gradient_accumulation_steps):
             run_micro_step(accelerator, model, optimizer, scheduler, losses, batch, args.max_grad_norm)
 
-    return run_step
+    return run_step, gradient_gib(model)
 
 
 def family_of(args):

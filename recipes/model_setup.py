@@ -14,6 +14,7 @@ from diffusers import DiffusionPipeline
 from diffusers.optimization import get_scheduler
 from lora import add_lora, leave_frozen_out
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
 
 from adaptiveload_hf import UserError, patch_model
 from adaptiveload_hf.config import current_environment
@@ -155,6 +156,12 @@ def describe_run(accelerator: Accelerator, args, model_class, transformer_config
         "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
     }
     return model, environment
+
+
+def gradient_gib(model: torch.nn.Module) -> float:
+    """Of this rank's gradients: each is as its parameter, sharded like it."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in trained) / 2**30
 
 
 def refuse_unsafe_sharding(accelerator: Accelerator, gradient_checkpointing: bool) -> None:

@@ -1,5 +1,6 @@
 """`adaptiveload simulate`: how long would an epoch take, and what do batch sizes and dealing each bring?"""
 
+import itertools
 from dataclasses import asdict
 from typing import Annotated
 
@@ -98,7 +99,8 @@ def simulate(
     else:
         columns = [name for name in _COLUMNS if name in rows[0]]
         print_table([_COLUMNS[n][0] for n in columns], [[_COLUMNS[n][1].format(r[n]) for n in columns] for r in rows])
-    for finding in dict.fromkeys(words for n in world_sizes for words in loaded.assumptions(n, memory_limit_gib)):
+    found = [loaded.assumptions(*pair, memory_limit_gib) for pair in itertools.product(world_sizes, accumulations)]
+    for finding in dict.fromkeys(itertools.chain.from_iterable(found)):
         say(finding)
     say_next(*_train_command(config, loaded, dataset, world_sizes[0], accumulations[0]))
 

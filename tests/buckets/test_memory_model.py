@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from adaptiveload_hf.buckets.cost import Measurement, MemoryModel, read_measurements
 from adaptiveload_hf.buckets.fit import describe_measurements, fit_cost_model, fit_memory_model
-from adaptiveload_hf.environment import MEMORY_RESERVE, memory_on_ranks
+from adaptiveload_hf.environment import MEMORY_RESERVE, memory_elsewhere
 
 UNSEEN = 1 / 1.02  # peaks within 2% of the floor count as on it
 
@@ -172,6 +172,31 @@ def test_the_bound_is_none_below_the_largest_measured_micro_batch():
 
 def test_fewer_ranks_raise_floor_line_and_bound():
     memory = MemoryModel(2.0, 1e-4, 5.0, known_tokens=20_000)
-    larger, _ = memory_on_ranks(memory, {"world_size": 8, "strategy": "fsdp2"}, 2)
+    larger, _ = memory_elsewhere(memory, {"world_size": 8, "strategy": "fsdp2"}, 2, 1)
     assert larger == MemoryModel(8.0, 1e-4, 20.0, known_tokens=20_000)
     assert larger.gib(1, 40_000) == pytest.approx(2 * 20)
+
+
+def test_more_micro_steps_than_measured_add_the_gradients_that_a_rank_keeps():
+    memory, measured = MemoryModel(2.0, 1e-4, 5.0), {"gradient_accumulation_steps": 1, "gradient_gib": 1.5}
+    kept, (said,) = memory_elsewhere(memory, measured, 2, 4)
+    assert kept == MemoryModel(3.5, 1e-4, 5.0) and "keeps 1.50 GiB of gradients" in said
+    on_fewer, _ = memory_elsewhere(memory, measured | {"world_size": 8, "strategy": "fsdp2"}, 2, 4)
+    assert on_fewer.base_gib == 4 * 3.5
+    assert memory_elsewhere(memory, measured, 2, 1) == (memory, [])
+    assert memory_elsewhere(memory, measured | {"gradient_accumulation_steps": 4}, 2, 4) == (memory, [])
+
+
+def test_more_micro_steps_than_measured_are_named_where_the_gradients_are_not_known():
+    memory = MemoryModel(2.0, 1e-4, 5.0)
+    kept, (said,) = memory_elsewhere(memory, {"gradient_accumulation_steps": 1}, 2, 4)
+    assert kept == memory and "--gradient_accumulation_steps 4" in said
+
+
+def test_four_micro_steps_on_two_gpus_need_what_the_law_of_one_and_the_gradients_say():
+    """18.511 GiB with K = 4 on two H200s (recipes/step_memory.py): Wan 2.1 1.3B, FSDP2, patched, 13x60x104, B = 2."""
+    points, _ = read_measurements(Path(__file__).parents[1] / "data" / "h200_fsdp2_patched_steps.jsonl")
+    law, sharded_float32 = fit_memory_model(points), 4 * 1_418_996_800 / 2 / 2**30
+    measured = {"gradient_accumulation_steps": 1, "gradient_gib": sharded_float32}
+    assert law.gib(2, 20_280) < 0.9 * 18.511
+    assert memory_elsewhere(law, measured, 2, 4)[0].gib(2, 20_280) == pytest.approx(18.511, rel=0.02)

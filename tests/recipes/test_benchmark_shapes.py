@@ -8,6 +8,7 @@ from pathlib import Path
 
 import benchmark_shapes
 import pytest
+from diffusers import WanTransformer3DModel
 from support.accelerators import fresh_accelerate
 from support.hub_server import WRITE_TOKEN, visited_hub
 from support.launch import ROOT, launch
@@ -55,6 +56,9 @@ def test_one_command_measures_the_sharded_step_fits_plans_simulates_and_writes(o
     environment = config.environment
     assert (environment["world_size"], environment["gradient_accumulation_steps"]) == (2, 2)
     assert (environment["strategy"], environment["patched"], environment["dtype"]) == ("fsdp2", True, "float32")
+    model = WanTransformer3DModel.from_config(json.loads((one_layer / "transformer" / "config.json").read_text()))
+    of_a_rank = 4 * model.num_parameters() / 2 / 2**30
+    assert environment["gradient_gib"] == pytest.approx(of_a_rank, rel=0.2)
     assert 4 <= len(config.measurements) <= 5
     for measured in config.measurements:
         assert measured.seconds == max(measured.rank_seconds)
