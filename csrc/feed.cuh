@@ -65,9 +65,9 @@ __device__ __forceinline__ void add_groups(float (&sums)[K][kPack], float* buffe
 }
 
 // A thread reads NV packs of each of the ROWS rows that belong to a turn, and says so: one for all of its group, after a
-// barrier, would save registers and up to a point of the roof of narrow rows, but racecheck follows that only in blocks
-// of one group. DEALT: on Hopper a group learns which row is its own with the row, as tickets need it; otherwise it
-// knows before, which spares narrow rows 5% of their time.
+// barrier, would save registers, but racecheck follows that only in blocks of one group. DEALT: on Hopper a group learns
+// which row is its own with the row, as tickets need it; otherwise it knows before, which spares narrow rows 5% of their
+// time.
 template <typename T, int ROWS, int NV, bool DEALT = false>
 struct Feed {
   static constexpr int kMostStages = 4;

@@ -147,17 +147,15 @@ __global__ void __launch_bounds__(kMostThreads, BLOCKS)
 
   if (!SUMS) return;
   float* const sums = reinterpret_cast<float*>(rings);  // [teams][width]
-  // The same as __syncthreads(), of which racecheck loses track where teams had different numbers of turns.
-  const unsigned threads = blockDim.x * blockDim.y;
-  wait_for_threads(threads);
+  __syncthreads();
 #pragma unroll
   for (int v = 0; v < NV; ++v) {
     if (!mine[v]) continue;
 #pragma unroll
     for (int i = 0; i < kPack; ++i) sums[me * width + ring.column(v) + i] = weight_sum[v][i];
   }
-  wait_for_threads(threads);
-  for (int column = me * blockDim.x + threadIdx.x; column < width; column += threads) {
+  __syncthreads();
+  for (int column = me * blockDim.x + threadIdx.x; column < width; column += blockDim.x * blockDim.y) {
     float total = 0.f;
     for (int t = 0; t < static_cast<int>(blockDim.y); ++t) total += sums[t * width + column];
     p.partials[static_cast<int64_t>(blockIdx.x) * width + column] = total;
