@@ -185,3 +185,17 @@ def test_a_law_of_the_same_gpus_says_what_two_ranks_took_and_needed(kernels, nam
         busy = seconds.mean(1).sum() / seconds.max(1).sum()
         assert busy == pytest.approx(arm["measured_balance_efficiency"], abs=0.05)
         assert memory.gib(sizes, tokens).max() == pytest.approx(arm["peak_gib"], rel=0.005)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_a_committed_replay_took_what_was_predicted_to_within_four_percent(ranks):
+    results = ROOT / "recipes" / "results"
+    replay = json.loads((results / "wan21_1.3b_replay.json").read_text())
+    predicted = json.loads((results / f"wan21_1.3b_replay_{ranks}_predicted.json").read_text())
+    beforehand = {row["arm"]: row["predicted"] for row in predicted["arms"]}
+    rows = [row for row in replay["arms"] if row["ranks"] == ranks]
+    assert [row["arm"] for row in rows] == list(beforehand)
+    for row in rows:
+        assert row["predicted"] == pytest.approx(beforehand[row["arm"]], rel=1e-6)
+        if row["predicted"]:
+            assert row["predicted"]["epoch_seconds"] == pytest.approx(row["seconds"], rel=0.04)
