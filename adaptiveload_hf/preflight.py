@@ -50,9 +50,11 @@ class PreflightReport:
     def __str__(self):
         worst = self.tried[0]
         micro_steps = f"{worst.micro_steps} micro-step" + ("s" if worst.micro_steps > 1 else "")
+        retries = sum(t.allocator_retries for t in self.tried)
+        memory = f"peak {worst.peak_gib:.1f} GiB, {retries} allocator retries"
         lines = [
-            f"preflight: {len(self.tried)} buckets, the worst ({_name(worst.bucket)}) with {micro_steps}, peak "
-            f"{worst.peak_gib:.1f} GiB; {sum(t.allocator_retries for t in self.tried)} allocator retries, "
+            f"preflight: {len(self.tried)} buckets, the worst ({_name(worst.bucket)}) with {micro_steps}; "
+            f"{memory if worst.peak_gib else 'memory not measured'}; "
             f"{sum(t.graphs for t in self.tried)} graphs compiled; {self.seconds:.0f} s",
         ]
         if self.checkpoint_seconds is not None:

@@ -123,6 +123,12 @@ def run_command(words, monkeypatch):
     elif program == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert [word for word in rest if "=" not in word and word not in targets] == []
+    elif words in (
+        ["pip", "install", "build"],
+        ["python", "-m", "build"],
+        ["python", "-m", "build", "--no-isolation"],
+    ):
+        pass  # as test_build.py does, without the download
     elif words[:2] == ["pip", "install"]:
         (what,) = [word for word in rest[1:] if not word.startswith("-")]
         extras = re.search(r"\[options.extras_require\]\n(.*?)\n\n", (ROOT / "setup.cfg").read_text(), re.DOTALL)[1]
