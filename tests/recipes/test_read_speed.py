@@ -38,3 +38,8 @@ def test_the_committed_numbers_keep_the_promises():
     times = result["seconds"]
     assert times["table"] <= 1.5 and times["table_filtered_shuffled_selected"] <= 6
     assert times["table_shuffled"] <= 6 and times["folder"] <= 2
+
+
+def test_workers_read_a_prepared_dataset_at_80_percent_of_the_disks_rate():
+    rates = json.loads(RESULT.with_name("read_speed_32_cores.json").read_text())["megabytes_per_second"]
+    assert rates["loaded"] >= 0.8 * rates["sequential"]
