@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Two and eight ranks of Wan 2.1 1.3B at full depth, put together from micro-batches that are timed on one GPU; 80 s on an H200.
+# Two and eight ranks of Wan 2.1 1.3B at full depth, put together from micro-batches that are timed on one GPU; 96 s on an H200.
 # Usage: recipes/runs/wan21_1.3b_replay.sh [output folder] [--predict 2]
 set -euo pipefail
 cd "$(dirname "$0")/../.."
