@@ -86,9 +86,12 @@ def _of_table(kind: str, dataset, problems=()) -> Scan:
     return Scan(kind, counts, _VAE_SCALES.get(channels, _USUAL_SCALE), tuple(problems))
 
 
-def _files(root: Path):
-    for folder, folders, names in os.walk(root):
+def _files(root: Path, refuse=lambda path, words: None):
+    """Paths of all files; `refuse` is told of folders that are passed over."""
+    for folder, folders, names in os.walk(root, onerror=lambda error: refuse(Path(error.filename), error.strerror)):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__MACOSX")
+        for link in (path for path in (Path(folder, name) for name in folders) if path.is_symlink()):
+            refuse(link, "it is a link to a folder, which is not followed")
         yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
 
 
@@ -105,7 +108,11 @@ def _of_media(root: Path, fps: float) -> Scan:
     from tqdm import tqdm
 
     counts, problems = Counter(), []
-    files = [path for path in _files(root) if path.suffix.lower() in _STILLS | _CLIPS]
+
+    def refuse(path, words):
+        problems.append(f"{path.relative_to(root)}: {words}")
+
+    files = [path for path in _files(root, refuse) if path.suffix.lower() in _STILLS | _CLIPS]
     for path in tqdm(files, desc="reading headers", unit="file", leave=False, disable=None):
         try:
             if not path.is_file():  # a named pipe would be waited for
@@ -114,7 +121,7 @@ def _of_media(root: Path, fps: float) -> Scan:
             counts[_nearest_shape(*size)] += 1
         except (OSError, SyntaxError, ValueError, av.FFmpegError, Image.DecompressionBombError) as error:
             words = getattr(error, "strerror", None) or str(error)  # without the number and the path
-            problems.append(f"{path.relative_to(root)}: {words.splitlines()[0]}")
+            refuse(path, words.splitlines()[0])
     if not counts:
         raise UserError(f"None of the {len(files)} clips and pictures in {root} can be read; {problems[0]}.")
     return Scan("clips and pictures", dict(sorted(counts.items())), _USUAL_SCALE, tuple(problems))

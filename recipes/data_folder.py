@@ -77,7 +77,11 @@ def list_samples(root: Path, file_column: str = "file_name", caption_column: str
 def find_files(root: Path, listing: Listing) -> tuple[dict[str, None], list[str]]:
     """All pictures and clips of a folder, and its metadata files; what is neither is counted or refused."""
     files, tables = {}, []
-    for folder, folders, names in os.walk(root):
+
+    def refuse_folder(error):
+        listing.refuse(Path(error.filename).relative_to(root).as_posix(), f"it cannot be read: {error.strerror}")
+
+    for folder, folders, names in os.walk(root, onerror=refuse_folder):
         at = Path(folder).relative_to(root)
         hidden = any(part.startswith(".") or part == "__MACOSX" for part in at.parts)
         for name in folders:

@@ -1,9 +1,11 @@
 """Does `scan` count the shapes of every kind of source, and can plans be made from what it prints?"""
 
+import errno
 import io
 import json
 import math
 import os
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -91,11 +93,12 @@ def test_clips_and_pictures_are_counted_as_they_are_shown_and_the_next_command_p
     (folder / "e.png").write_bytes(b"no picture")
     (folder / "cut.mp4").write_bytes(clip.read_bytes()[:500])
     os.mkfifo(folder / "pipe.mp4")
+    (folder / "linked").symlink_to(tmp_path)
     Image.new("RGB", (80, 50)).save(folder / ".hidden" / "f.png")
     found = scan(folder)
     assert (found.kind, counts(found)) == ("clips and pictures", {"1x6x10": 2, "9x6x10": 3})
     refused = [problem.split(": ")[0] for problem in found.problems]
-    assert sorted(refused) == ["cut.mp4", "e.png", "pipe.mp4", "sound.mp4"]
+    assert sorted(refused) == ["cut.mp4", "e.png", "linked", "pipe.mp4", "sound.mp4"]
     assert {"cut.mp4: Invalid data found when processing input", "pipe.mp4: it is no file"} <= set(found.problems)
     assert counts(scan(folder, fps=8)) == {"1x6x10": 2, "5x6x10": 3}
     err = run("scan", folder)[1]
@@ -148,6 +151,19 @@ def test_what_holds_no_samples_is_named(tmp_path, make, words):
     make(tmp_path)
     with pytest.raises(UserError, match=words):
         scan(tmp_path / "x")
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    Image.new("RGB", (80, 50)).save(tmp_path / "a.png")
+    (tmp_path / "locked").mkdir()
+
+    def scandir(folder, listing=os.scandir):
+        if Path(folder).name == "locked":  # root, as whom tests may run, can read all
+            raise PermissionError(errno.EACCES, "Permission denied", folder)
+        return listing(folder)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert scan(tmp_path).problems == ("locked: Permission denied",)
 
 
 def test_frames_a_second_that_cannot_be_are_refused(tmp_path):

@@ -1,6 +1,8 @@
 """Which rows and files of a folder are samples, and is everything else named?"""
 
+import errno
 import os
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -108,6 +110,18 @@ def test_names_in_any_script_and_form_are_found(root, capsys):
     os.rename(os.fsencode(root) + b"/\xff.png", root / "new\nline.png")
     list_samples(root)
     assert r"refused 'new\nline.png': metadata.jsonl has no row for it" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_read_is_named(root, monkeypatch):
+    def scandir(folder, listing=os.scandir):
+        if Path(folder).name == "sub":  # root, as whom tests may run, can read all
+            raise PermissionError(errno.EACCES, "Permission denied", folder)
+        return listing(folder)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    listing = list_samples(root)
+    assert set(listing.captions) == {"a.png", "b.png"}
+    assert refused(listing) == {"sub": "it cannot be read: Permission denied"}
 
 
 def test_links_to_files_are_followed_and_links_to_folders_named(root, tmp_path):
