@@ -7,7 +7,6 @@ itself.
 
 import functools
 import sys
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -59,8 +58,9 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, scalings, *tensors):
-        projections, ys, kept = in_fours(tensors), [], []
-        for (y, h), (weight, _, down, up) in zip(projected(x.flatten(0, -2), projections, scalings), projections):
+        rows, ys, kept = x.flatten(0, -2), [], []
+        for scaling, (weight, bias, down, up) in zip(scalings, in_fours(tensors)):
+            y, h = projected(rows, weight, bias, down, up, scaling)
             ys.append(y.view(*x.shape[:-1], y.shape[-1]))
             kept += [weight, down, up, h]
         ctx.set_materialize_grads(False)
@@ -76,19 +76,15 @@ class _Project(torch.autograd.Function):
         return None if dx is None else dx.view(x.shape), None, *found
 
 
-def projected(rows: Tensor, projections: list, scalings) -> list[tuple[Tensor, Tensor | None]]:
-    """(y, h) of each projection (weight, bias, down, up) of rows [n, D]; h is None without LoRA. All h are columns of
-    one product: a narrow matrix product costs the host as much as a wide one."""
-    downs = [down for _, _, down, _ in projections if down is not None]
-    hs = iter(F.linear(rows, _joined(downs)).split([down.shape[0] for down in downs], dim=1) if downs else ())
-    made = []
-    for (weight, bias, down, up), scaling in zip(projections, scalings):
-        y, h = F.linear(rows, weight, bias), None
-        if down is not None:
-            h = next(hs)
-            y = _accumulated(y, h, up.t(), scaling)
-        made.append((y, h))
-    return made
+def projected(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor | None, up: Tensor | None, scaling: float
+) -> tuple[Tensor, Tensor | None]:
+    """(y, h) of rows [n, D]; h is None without LoRA."""
+    y = F.linear(rows, weight, bias)
+    if down is None:
+        return y, None
+    h = F.linear(rows, down)
+    return _accumulated(y, h, up.t(), scaling), h
 
 
 def differentiated(
@@ -100,33 +96,26 @@ def differentiated(
         rows: [n, D]. grads: of each y, of any shape with its columns last, or None.
         kept: (weight, down, up, h) of each. needs: whether (weight, bias, down, up) need gradients, of each.
     """
-    dx, found, through_h = None, [None] * 4 * len(kept), []
-    for i, (grad, (weight, down, up, h)) in enumerate(zip(grads, kept)):
+    dx, found = None, []
+    for grad, scaling, (weight, down, up, h), (weight_needs, bias_needs, down_needs, up_needs) in zip(
+        grads, scalings, kept, needs
+    ):
         if grad is None:
+            found += [None] * 4
             continue
-        grad, (weight_needs, bias_needs, down_needs, up_needs) = grad.reshape(-1, weight.shape[0]), needs[i]
-        found[4 * i] = grad.t() @ rows if weight_needs else None
-        found[4 * i + 1] = grad.sum(0) if bias_needs else None
+        grad = grad.reshape(-1, weight.shape[0])
+        found += [grad.t() @ rows if weight_needs else None, grad.sum(0) if bias_needs else None]
         dx = _accumulated(dx, grad, weight) if needs_dx else None
         if down is None:
+            found += [None, None]
             continue
-        h = F.linear(rows, down) if torch.is_grad_enabled() else h
-        found[4 * i + 3] = _scaled_product(grad.t(), h, scalings[i], up) if up_needs else None
-        if down_needs or needs_dx:
-            through_h.append((4 * i + 2, down_needs, down, _scaled_product(grad, up, scalings[i], h)))
-    if through_h:
-        places, downs_need, downs, grad_hs = zip(*through_h)
-        grad_h = _joined(grad_hs, dim=1)
-        if any(downs_need):
-            of_downs = (grad_h.t() @ rows).split([down.shape[0] for down in downs])
-            for place, down_needs, gradient in zip(places, downs_need, of_downs):
-                found[place] = gradient if down_needs else None
-        dx = _accumulated(dx, grad_h, _joined(downs)) if needs_dx else None
+        if torch.is_grad_enabled():
+            h = F.linear(rows, down)
+        grad_h = grad @ up
+        found.append(_scaled_product(grad_h.t(), rows, scaling, down) if down_needs else None)
+        found.append(_scaled_product(grad.t(), h, scaling, up) if up_needs else None)
+        dx = _accumulated(dx, grad_h, down, scaling) if needs_dx else None
     return dx, found
-
-
-def _joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
 def _accumulated(total: Tensor | None, left: Tensor, right: Tensor, factor: float = 1.0) -> Tensor:

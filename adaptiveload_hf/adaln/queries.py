@@ -113,11 +113,12 @@ _apply = super(torch.autograd.Function, _QueriesKeysValues).apply
 
 def _projections(settings: _Settings, x: Tensor, text: Tensor | None, tensors: list) -> list:
     """(y, h) of each as in `projections.projected`, y as [B, S, D]."""
-    made, scalings = [], settings.scalings
-    for of, some in ((x, slice(settings.of_x)), (text, slice(settings.of_x, 3))):
-        if of is not None:
-            found = projected(of.flatten(0, 1), tensors[some], scalings[some])
-            made += [(y.view(*of.shape[:2], -1), h) for y, h in found]
+    made, rows = [], x.flatten(0, 1)
+    for i, (scaling, projection) in enumerate(zip(settings.scalings, tensors)):
+        if i == settings.of_x:
+            x, rows = text, text.flatten(0, 1)
+        y, h = projected(rows, *projection, scaling)
+        made.append((y.view(*x.shape[:2], -1), h))
     return made
 
 
