@@ -22,6 +22,8 @@ from .source import LeftEager, running_source
 # Digests of the `__call__` of diffusers' processors that the tests compare with and without the op: Wan's and Wan
 # Animate's, ChronoEdit's, SkyReels V2's. All norm queries and keys over all heads together, then turn them.
 TESTED_PROCESSORS = {"13c09feedcfe814a", "a000dc173c7fbf59", "be927e58ea7fba80"}
+# Of what calls the projections for them.
+TESTED_PROJECTIONS = {"657bbdb508a6c612", "6dae2bf5f7fabf98"}
 
 # Those of SD3, Flux and HunyuanVideo, which norm each head by itself, and what turns queries and keys of the last two.
 TESTED_JOINT_PROCESSORS = {
@@ -93,13 +95,19 @@ class AdaptiveLoadAttnProcessor:
 
     def _attend(self, ops: FusedOps, attn, x: Tensor, text: Tensor | None, mask, rotary_emb) -> Tensor | None:
         """All that the stock processor does, with queries, keys and values made at once; None if they cannot be."""
-        modules, stock = attn._modules, self.stock
-        if modules.get("add_k_proj") is not None or stock._parallel_config is not None:
+        modules, stock, helpers = attn._modules, self.stock, self._tested_call.__globals__
+        if (
+            torch.compiler.is_compiling()
+            or modules.get("add_k_proj") is not None
+            or stock._parallel_config is not None
+        ):
+            return None
+        if _digest(helpers["_get_qkv_projections"]) not in TESTED_PROJECTIONS:
             return None
         made = queries_keys_values(ops, attn, x, text, rotary_emb)
         if made is None:
             return None
-        attend, backend = self._tested_call.__globals__["dispatch_attention_fn"], stock._attention_backend
+        attend, backend = helpers["dispatch_attention_fn"], stock._attention_backend
         y = attend(*made, attn_mask=mask, dropout_p=0.0, is_causal=False, backend=backend, parallel_config=None)
         linear, dropout, *_ = modules["to_out"]
         return dropout(project(y.flatten(2, 3).type_as(made[0]), linear)[0])

@@ -20,7 +20,7 @@ from .source import LeftEager, running_source
 TESTED_LORA = {"ec0a80f5c5ce05f5"}
 
 
-_LINEAR_FORWARD = nn.Linear.forward  # another library may put its own in place of it later
+_LINEAR_FORWARD, _LINEAR = nn.Linear.forward, F.linear  # another library may put its own in place of them later
 
 
 class _Projection(NamedTuple):
@@ -120,10 +120,12 @@ def differentiated(
 
 def _accumulated(total: Tensor | None, left: Tensor, right: Tensor, factor: float = 1.0) -> Tensor:
     """total + factor * left @ right, in place unless autograd looks on or somebody else may keep `total`: a dispatch
-    mode, as selective checkpointing is. What is saved for backward must not depend on such a mode."""
+    mode, as selective checkpointing is. What is saved for backward must not depend on such a mode. Nor where only some
+    are lowered: autocast may be on for the backward of a forward without it."""
     if total is None:
         return left @ right
     in_place = not torch.is_grad_enabled() and torch._C._len_torch_dispatch_stack() == 0
+    in_place = in_place and total.dtype == left.dtype == right.dtype
     return (total.addmm_ if in_place else total.addmm)(left, right, alpha=factor)
 
 
@@ -144,6 +146,7 @@ def is_plain(x: Tensor) -> bool:
         or x.ndim < 2
         or nn.Linear.forward is not _LINEAR_FORWARD
         or torch.compiler.is_compiling()
+        or F.linear is not _LINEAR
         or is_transformed()
     ):
         return False
@@ -178,17 +181,20 @@ def _lora_of(linear: nn.Module, x: Tensor) -> _Projection | None:
     children = linear._modules
     downs = children["lora_A"]._modules
     names = [name for name in linear.active_adapters if name in downs]
-    if len(names) != 1 or type(children["lora_dropout"]._modules[names[0]]) is not nn.Identity:
+    if len(names) != 1:
         return None
+    dropout, scaling = children["lora_dropout"]._modules[names[0]], linear.scaling[names[0]]
     base, down, up = children["base_layer"], downs[names[0]], children["lora_B"]._modules[names[0]]
-    if not (type(base) is type(down) is type(up) is nn.Linear and no_hooks_on(linear, base, down, up)):
+    if not (type(base) is type(down) is type(up) is nn.Linear and no_hooks_on(linear, base, down, up, dropout)):
         return None
-    if down.bias is not None or up.bias is not None:
+    if type(dropout) is not nn.Identity or down.bias is not None or up.bias is not None:
+        return None
+    if not isinstance(scaling, int | float):  # PEFT makes a tensor of it for adapters that are swapped when compiled
         return None
     weights = down.weight, up.weight
     if torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type):  # adapters are often in float32 then
         weights = [weight.to(x.dtype) for weight in weights]
-    return _Projection(base.weight, base.bias, *weights, linear.scaling[names[0]])
+    return _Projection(base.weight, base.bias, *weights, scaling)
 
 
 @functools.cache

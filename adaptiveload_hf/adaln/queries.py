@@ -35,8 +35,8 @@ def queries_keys_values(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """What an attention module of Wan attends with, each [B, S, heads, D / heads], up to rounding.
 
-    None where calling its modules does more (see `projections.project` and `FusedOps.can_turn`), and where all that
-    reads x, or the text, is frozen: it would be kept for nothing.
+    None where calling its modules does more (see `projections.project` and `FusedOps.can_turn`), and where x, the
+    text, or queries or keys of them would be kept for nothing, because what reads them, or made them, is frozen.
 
     Args:
         text: what keys and values are made of, [B, T, E]; None: of x.
@@ -56,21 +56,28 @@ def queries_keys_values(
         if projection is None:
             return None
         found.append(projection)
+    norm_q, norm_k = norms[0].weight, norms[1].weight
+    if norm_q.shape[0] != found[0].weight.shape[0] or norm_k.shape[0] != found[1].weight.shape[0]:
+        return None  # it is refused where it is called
     of_x = 3 if text is None else 1
-    if torch.is_grad_enabled() and not (_is_trained(found[:of_x]) and (text is None or _is_trained(found[of_x:]))):
+    if torch.is_grad_enabled() and (
+        _is_kept_for_nothing(x, found[:of_x]) or (text is not None and _is_kept_for_nothing(text, found[of_x:]))
+    ):
         return None
     (*q, scaling_q), (*k, scaling_k), (*v, scaling_v) = found
     eps, scalings = (norms[0].eps, norms[1].eps), (scaling_q, scaling_k, scaling_v)
     settings = _Settings(attn.heads, eps, of_x, scalings, bool(ops.options))
     cos, sin = (None, None) if rotary_emb is None else rotary_emb
-    return _apply(settings, x, text, cos, sin, norms[0].weight, norms[1].weight, *q, *k, *v)
+    return _apply(settings, x, text, cos, sin, norm_q, norm_k, *q, *k, *v)
 
 
-def _is_trained(projections: list) -> bool:
+def _is_kept_for_nothing(x: Tensor, projections: list) -> bool:
+    """Whether x would be kept though no projection of it is trained, or queries or keys that need no gradient."""
+    trained = []
     for weight, _, down, _, _ in projections:
-        if weight.requires_grad or (down is not None and down.requires_grad):
-            return True
-    return False
+        trained.append(weight.requires_grad or (down is not None and down.requires_grad))
+    normed = trained[:-1] or trained  # values, the last of several, are not kept
+    return not (any(trained) and (x.requires_grad or all(normed)))
 
 
 class _QueriesKeysValues(torch.autograd.Function):
@@ -84,7 +91,7 @@ class _QueriesKeysValues(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, text, cos, sin, norm_q, norm_k, q, k, rstd_q, rstd_k, h_q, h_k, h_v, *tensors)
         ctx.settings, ctx.in_triton = settings, settings.in_triton
-        return turned_q, turned_k, v.view(*v.shape[:2], settings.heads, -1)
+        return turned_q, turned_k, _by_head(settings, v)
 
     @staticmethod
     def backward(ctx, grad_q, grad_k, grad_v):
@@ -118,7 +125,7 @@ def _projections(settings: _Settings, x: Tensor, text: Tensor | None, tensors: l
         if i == settings.of_x:
             x, rows = text, text.flatten(0, 1)
         y, h = projected(rows, *projection, scaling)
-        made.append((y.view(*x.shape[:2], -1), h))
+        made.append((y.view(*x.shape[:2], y.shape[1]), h))
     return made
 
 
@@ -129,7 +136,12 @@ def _normed(settings: _Settings, y: Tensor, weight: Tensor, cos, sin, which: int
     normed, rstd = run(
         "rms_norm_modulate", settings.in_triton, y, None, None, weight, settings.eps[which], 1.0, 0.0, y.dtype
     )
-    return normed.view(*y.shape[:2], settings.heads, -1), rstd
+    return _by_head(settings, normed), rstd
+
+
+def _by_head(settings: _Settings, y: Tensor) -> Tensor:
+    batch, tokens, width = y.shape
+    return y.view(batch, tokens, settings.heads, width // settings.heads)
 
 
 def _through_norm(ctx, grad, y, rstd, weight, cos, sin, which: int, weight_needs: bool) -> list[Tensor | None]:

@@ -182,7 +182,7 @@ class FusedOps:
             if type(norm) is not nn.RMSNorm or norm.eps is None:
                 return False
             weight = norm.weight
-            if not _is_weight(weight, dtype, x):
+            if not _is_weight(weight, dtype, x) or weight.shape != norms[0].weight.shape:
                 return False
         if rotary_emb is None:
             return weight.shape[0] % heads == 0

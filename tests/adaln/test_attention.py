@@ -6,30 +6,17 @@ import io
 import pytest
 import torch
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
-from diffusers.models.transformers import (
-    transformer_chronoedit,
-    transformer_skyreels_v2,
-    transformer_wan,
-    transformer_wan_animate,
-)
-from peft import LoraConfig, inject_adapter_in_model
+from diffusers.models.transformers import transformer_wan
+from peft import LoraConfig
 from support.tiny_models import output_and_gradients, relative_error, tiny_inputs, tiny_model
+from support.wan_attention import CLASSES, HEAD_WIDTH, HEADS, TOKENS, assert_close, make_attention, make_inputs, run
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from adaptiveload_hf import AdaptiveLoadAttnProcessor, UserError, patch_model, unpatch_model
 from adaptiveload_hf.adaln import ops, queries
-from adaptiveload_hf.adaln.attention import TESTED_PROCESSORS
+from adaptiveload_hf.adaln.attention import TESTED_PROCESSORS, TESTED_PROJECTIONS
 from adaptiveload_hf.adaln.source import running_source
-
-HEADS, HEAD_WIDTH, TOKENS = 3, 12, 7
-CLASSES = {
-    "Wan": (transformer_wan.WanAttention, transformer_wan.WanAttnProcessor),
-    "Wan Animate": (transformer_wan_animate.WanAttention, transformer_wan_animate.WanAttnProcessor),
-    "ChronoEdit": (transformer_chronoedit.WanAttention, transformer_chronoedit.WanAttnProcessor),
-    "SkyReels": (transformer_skyreels_v2.SkyReelsV2Attention, transformer_skyreels_v2.SkyReelsV2AttnProcessor),
-}
 
 
 @pytest.fixture
@@ -50,41 +37,6 @@ def fused_calls(monkeypatch):
         collect(ops, op, lambda args, op=op: op)
     collect(queries, "run", lambda args: args[0])
     return calls
-
-
-def make_attention(family="Wan", **options):
-    torch.manual_seed(0)
-    attention_class, processor_class = CLASSES[family]
-    attn = attention_class(HEADS * HEAD_WIDTH, HEADS, HEAD_WIDTH, processor=processor_class(), **options)
-    with torch.no_grad():
-        for parameter in attn.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    return attn
-
-
-def make_inputs(dtype=torch.float32):
-    torch.manual_seed(1)
-    angles = torch.rand(1, TOKENS, 1, HEAD_WIDTH // 2).mul(6.3).repeat_interleave(2, dim=-1)
-    x = torch.randn(2, TOKENS, HEADS * HEAD_WIDTH).to(dtype)
-    return {"hidden_states": x.requires_grad_(), "rotary_emb": (angles.cos(), angles.sin())}
-
-
-def run(call, attn=None, create_graph=False, **inputs):
-    """The output, and the gradients of the inputs and of every parameter of `attn`, by default what is called."""
-    out, attn = call(**inputs), call if attn is None else attn
-    leaves = {"x": inputs["hidden_states"], **{name: p for name, p in attn.named_parameters() if p.requires_grad}}
-    if "encoder_hidden_states" in inputs:
-        leaves["text"] = inputs["encoder_hidden_states"]
-    grad = torch.linspace(-1, 1, out.numel()).reshape(out.shape).to(out)
-    gradients = torch.autograd.grad(out, list(leaves.values()), grad, allow_unused=True, create_graph=create_graph)
-    return {"out": out, **{name: g for name, g in zip(leaves, gradients) if g is not None}}
-
-
-def assert_close(found, expected, limit=1e-5):
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        if tensor.norm() > 1e-4:  # the gradient of to_k.bias is all rounding
-            assert relative_error(found[name], tensor) < limit, name
 
 
 @pytest.mark.parametrize("family", CLASSES)
@@ -115,40 +67,12 @@ def test_attention_without_rotation_and_all_its_gradients_equal_the_stock_ones(t
     assert fused_calls == ["rms_norm_modulate"] * 2
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
-@pytest.mark.parametrize("text", [False, True], ids=["self-attention", "cross-attention"])
-def test_second_derivatives_equal_the_stock_ones(text, lora, fused_calls):
-    attn, inputs = make_attention(**{"cross_attention_dim_head": HEAD_WIDTH} if text else {}), make_inputs()
-    if text:
-        text = torch.randn(2, 5, HEADS * HEAD_WIDTH, requires_grad=True)
-        inputs |= {"rotary_emb": None, "encoder_hidden_states": text}
-    if lora:
-        config = LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v"], init_lora_weights=False)
-        attn = inject_adapter_in_model(config, attn.requires_grad_(False))
-
-    def of_gradients():
-        with sdpa_kernel(SDPBackend.MATH):
-            first = run(attn, create_graph=True, **inputs)
-            return run(lambda **_: sum(g.square().sum() for name, g in first.items() if name != "out"), attn, **inputs)
-
-    expected = of_gradients()
-    attn.set_processor(AdaptiveLoadAttnProcessor(attn.processor))
-    assert_close(of_gradients(), expected, 1e-4)
-    assert fused_calls
-
-
-def test_what_is_frozen_as_a_whole_is_not_kept_for_backward():
-    attn, inputs = make_attention().requires_grad_(False), make_inputs()
-    attn.set_processor(AdaptiveLoadAttnProcessor())
-    kept = set()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.add(t.data_ptr()), lambda _: None):
-        attn(**inputs)
-    assert kept and inputs["hidden_states"].data_ptr() not in kept
-
-
 def test_the_tested_processors_are_those_installed():
     """A new diffusers release may change a processor: look at the change, then put the new digest into the table."""
-    assert {running_source(p.__call__).digest for _, p in CLASSES.values()} == TESTED_PROCESSORS
+    calls = [processor.__call__ for _, processor in CLASSES.values()]
+    assert {running_source(call).digest for call in calls} == TESTED_PROCESSORS
+    helpers = [call.__globals__["_get_qkv_projections"] for call in calls]
+    assert {running_source(helper).digest for helper in helpers} == TESTED_PROJECTIONS
 
 
 @pytest.mark.parametrize("family", ["wan", "wan_i2v"])

@@ -5,11 +5,12 @@ import types
 
 import pytest
 import torch
+from diffusers.models.transformers import transformer_wan
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
-from support.compositions import fused_ops
+from support.compositions import fused_ops, largest_error
 from support.model_configs import CASES, tiny_case
 from support.model_runs import forward
-from support.tiny_models import relative_error, tiny_inputs, tiny_model
+from support.tiny_models import output_and_gradients, relative_error, tiny_inputs, tiny_model
 from torch import nn
 from torch.autograd import forward_ad
 
@@ -99,6 +100,33 @@ def test_an_attention_processor_whose_code_is_replaced_later_runs_by_itself(monk
     unpatch_model(model)
     assert relative_error(found, model(**tiny_inputs("wan"))[0]) < 1e-5
     assert patch_model(model).to_dict()["classes"][-1]["attention_fused"] == 0, "a replaced processor is not stock"
+
+
+def of_doubled_values(project):
+    def projections(attn, hidden_states, encoder_hidden_states):
+        query, key, value = project(attn, hidden_states, encoder_hidden_states)
+        return query, key, 2 * value
+
+    return projections
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "replaced"),
+    [
+        (nn.functional, "linear", lambda linear: lambda x, *others: linear(x, *others).tanh()),
+        (transformer_wan, "_get_qkv_projections", of_doubled_values),
+    ],
+    ids=["linear", "projections"],
+)
+def test_what_makes_queries_keys_and_values_is_called_if_it_is_replaced_later(owner, name, replaced, monkeypatch):
+    model, inputs = tiny_model("wan"), tiny_inputs("wan")
+    patch_model(model)
+    monkeypatch.setattr(owner, name, replaced(getattr(owner, name)))
+    output, gradients = output_and_gradients(model, inputs)
+    unpatch_model(model)
+    expected, expected_gradients = output_and_gradients(model, inputs)
+    assert relative_error(output, expected) < 1e-5
+    assert largest_error(gradients, expected_gradients) < 1e-5
 
 
 def test_a_function_around_a_patched_forward_runs_the_original_after_unpatching():

@@ -153,7 +153,16 @@ def of_another_dtype(model):
     model.to_q.lora_A["default"].double()
 
 
+def hooked_dropout(model):
+    model.to_q.lora_dropout["default"].register_forward_hook(lambda *_: None)
+
+
+def scaled_by_a_tensor(model):
+    model.to_q.scaling["default"] = torch.tensor(3.0, requires_grad=True)
+
+
 CHANGES = [hooked, hooked_base, subclassed, with_a_second_adapter, merged, switched_off, of_another_dtype]
+CHANGES += [hooked_dropout, scaled_by_a_tensor]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
