@@ -93,3 +93,14 @@ def test_a_norm_of_another_width_is_refused_as_the_stock_processor_refuses_it():
     attn.set_processor(AdaptiveLoadAttnProcessor())
     with pytest.raises(RuntimeError, match=rf"normalized_shape=\[{HEAD_WIDTH}\]"):
         attn(**make_inputs())
+
+
+def test_many_gradients_at_once_are_refused_with_the_name_of_an_op():
+    attn, inputs = make_attention(), make_inputs()
+    attn.set_processor(AdaptiveLoadAttnProcessor())
+    with sdpa_kernel(SDPBackend.MATH):
+        out = attn(**inputs)
+        with pytest.raises(
+            RuntimeError, match="Batching rule not implemented for adaptiveload::rms_norm_rope_backward"
+        ):
+            torch.autograd.grad(out, inputs["hidden_states"], torch.ones(2, *out.shape), is_grads_batched=True)
