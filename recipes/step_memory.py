@@ -33,7 +33,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--kernels", nargs="+", choices=KERNELS, default=["eager", "patched"])
     add("--both_checkpointings", action="store_true",
         help="with and without diffusers' own; not where the launch configuration checkpoints")  # fmt: skip
-    add("--repeats", type=int, default=1, help="timed optimizer steps, the fastest counts")
+    add("--repeats", type=int, default=2, help="timed optimizer steps, the fastest counts")
     return parser.parse_args(argv)
 
 
