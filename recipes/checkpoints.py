@@ -180,11 +180,13 @@ def _others(checkpoint: Path) -> str:
 
 def _contents(checkpoint: Path) -> dict:
     try:
-        return json.loads((checkpoint / CONTENTS).read_text())
-    except (OSError, ValueError) as error:
+        found = json.loads((checkpoint / CONTENTS).read_text())
+        files = {name: (size, checksum) for name, (size, checksum) in found["files"].items()}
+        return {"files": files, "trained": dict(found["trained"])}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{checkpoint} is damaged, or none of these trainers' checkpoints: {CONTENTS} in it says what was saved, "
-            f"but {error}. {_others(checkpoint)}"
+            f"but {error!r}. {_others(checkpoint)}"
         ) from None
 
 

@@ -47,6 +47,11 @@ def test_a_checkpoint_that_lost_something_is_named_with_the_file_and_the_ones_th
     file.unlink()
     with pytest.raises(UserError, match=r"optimizer.bin was saved with \d+ bytes, but is gone"):
         train_here(setup, run, *LATEST, max_train_steps=3)
+    contents = json.loads((latest / "contents.json").read_text())
+    for text in (json.dumps(contents)[:-2], json.dumps({"step": 2}), "[]", json.dumps(contents | {"files": {"a": 1}})):
+        (latest / "contents.json").write_text(text)
+        with pytest.raises(UserError, match=r"is damaged, or none of these trainers' checkpoints: contents\.json"):
+            train_here(setup, run, *LATEST, max_train_steps=3)
     (latest / "contents.json").unlink()
     with pytest.raises(UserError, match=r"is damaged, or none of these trainers' checkpoints: contents\.json"):
         train_here(setup, run, *LATEST, max_train_steps=3)
