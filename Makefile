@@ -10,8 +10,9 @@ DIFFUSERS := 0.41.0 0.42.0 0.42.1
 demo: $(INSTALLED)  ## prepare, measure, fit, plan, train, resume, report on small real files (DATA=folder for your own)
 	bash recipes/demo.sh "$$DATA"
 
+# In the order of files: by number of tests, the one that compiles all kernels would come last and alone.
 test: $(INSTALLED)  ## everything that needs no GPU and no patience, on two processes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not slow" --numprocesses 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(INSTALLED)  ## minutes of kills and resumes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu"
