@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Wan 2.1 1.3B at full depth, FSDP2 on two GPUs, one epoch of the same samples in each arm; about 4 minutes on H200s.
+# Wan 2.1 1.3B at full depth, FSDP2 on two GPUs, one epoch of the same samples in each arm; the first three take two
+# minutes on H200s, the compiled one makes its graphs first.
 # Usage: recipes/runs/wan21_1.3b_2gpu_compare.sh CONFIG EAGER_CONFIG [output folder] [--predict 2]
 # CONFIG and EAGER_CONFIG: recipes/benchmark_shapes.py on these two GPUs, as it is and with --no_patch.
 set -euo pipefail
