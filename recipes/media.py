@@ -176,12 +176,15 @@ def describe_resizing(samples: list[tuple[str, Footage, Bucket]]) -> dict:
 
     Returns:
         same_size, reduced (counts), enlarged (list of files); cropped: of how many more than a hundredth of the
-        picture is cut away.
+        picture is cut away; cropped_by_a_third: which lose more than a third.
     """
-    resized = {"same_size": 0, "reduced": 0, "enlarged": [], "cropped": 0}
+    resized = {"same_size": 0, "reduced": 0, "enlarged": [], "cropped": 0, "cropped_by_a_third": []}
     for file, footage, bucket in samples:
         across, down = bucket.width / footage.shown_width, bucket.height / footage.shown_height
-        resized["cropped"] += min(across, down) < 0.99 * max(across, down)
+        kept = min(across, down) / max(across, down)
+        resized["cropped"] += kept < 0.99
+        if kept < 2 / 3:
+            resized["cropped_by_a_third"].append(file)
         if max(across, down) > 1:
             resized["enlarged"].append(file)
         else:

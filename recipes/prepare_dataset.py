@@ -244,6 +244,7 @@ def finish(args, family: Family, folder: Path, plan: Plan, listing: Listing, fai
     print_changes(changes)
     if listing.without_caption:
         print(f"{len(listing.without_caption)} samples have no caption", file=sys.stderr)
+    print_most_cropped(resized["cropped_by_a_third"])
     print_buckets(counts, family)
     print(f"{len(index)} samples in {output_dir / 'dataset'}, report in {output_dir / REPORT}", file=sys.stderr)
 
@@ -271,6 +272,17 @@ def print_changes(changes: dict):
             print(f"{name} {printable(entry['file'])}: {entry['reason']}", file=sys.stderr)
     numbers = (changes["kept"], changes["added"], len(changes["redone"]), len(changes["removed"]))
     print("{} samples kept, {} added, {} redone, {} removed".format(*numbers), file=sys.stderr)
+
+
+def print_most_cropped(files: list[str]):
+    """Automatic buckets spare none for a few upright clips among many wide ones: what is in them may be lost."""
+    if files:
+        shown = ", ".join(map(printable, files[:3])) + (", ..." if len(files) > 3 else "")
+        print(
+            f"more than a third of their picture is cut away from {len(files)} of the samples: {shown}; "
+            f"{REPORT} names all. A bucket of their aspect ratio would keep it.",
+            file=sys.stderr,
+        )
 
 
 def print_buckets(counts: dict[LatentShape, int], family: Family):

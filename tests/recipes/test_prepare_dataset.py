@@ -46,7 +46,7 @@ def test_real_clips_become_the_latents_and_embeddings_of_wan(tmp_path, monkeypat
         "added": 4,
         "redone": [],
         "removed": [],
-        "resized": {"same_size": 0, "reduced": 4, "enlarged": [], "cropped": 4},
+        "resized": {"same_size": 0, "reduced": 4, "enlarged": [], "cropped": 4, "cropped_by_a_third": ["bikes.MP4"]},
         "refused": [],
         "buckets": {"5x4x6": 4},
         "without_caption": [],
@@ -268,3 +268,11 @@ def test_the_demo_files_are_the_same_each_time_and_fill_every_bucket_they_were_m
     assert chosen == DEMO_SAMPLES
     assert (listing.refused, listing.without_caption) == ([], [])
     assert " moving " in listing.captions[paths[-1].name]
+
+
+def test_pictures_of_which_most_is_cut_away_are_named(stills, tmp_path, monkeypatch, capsys, tiny_pipeline):
+    for name, size in (("tall.png", (32, 96)), ("square.png", (48, 48))):
+        Image.new("RGB", size).save(stills / name)
+    run(monkeypatch, stills, tmp_path / "out", tiny_pipeline, buckets=["1x32x48"])
+    assert report_of(tmp_path / "out")["resized"]["cropped_by_a_third"] == ["tall.png"]
+    assert "cut away from 1 of the samples: tall.png; prepare_report.json names all" in capsys.readouterr().err

@@ -123,7 +123,7 @@ def test_automatic_buckets_are_those_that_the_files_need(root, tmp_path, monkeyp
     run(monkeypatch, root, tmp_path / "out", tiny_pipeline, *words, buckets=["auto"])
     report = report_of(tmp_path / "out")
     assert report["buckets"] == {"1x4x4": 1, "2x4x4": 1}
-    assert report["resized"] == {"same_size": 0, "reduced": 2, "enlarged": [], "cropped": 1}
+    assert report["resized"] == {"same_size": 0, "reduced": 2, "enlarged": [], "cropped": 1, "cropped_by_a_third": []}
 
 
 def test_datasets_of_the_hub_are_prepared_like_folders_and_only_what_changed_again(
