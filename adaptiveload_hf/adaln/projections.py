@@ -161,7 +161,8 @@ def projection_of(linear: nn.Module, x: Tensor) -> _Projection | None:
     if type(linear) is nn.Linear:
         found = _Projection(linear.weight, linear.bias) if no_hooks_on(linear) else None
     else:
-        found = _lora_of(linear, x) if _is_tested_lora(type(linear)) else None
+        kind = type(linear)
+        found = _lora_of(linear, x) if _is_tested_lora(kind, kind.forward) else None
     if found is None:
         return None
     dtype, device = x.dtype, x.device
@@ -198,11 +199,11 @@ def _lora_of(linear: nn.Module, x: Tensor) -> _Projection | None:
 
 
 @functools.cache
-def _is_tested_lora(cls: type) -> bool:
+def _is_tested_lora(cls: type, forward: object) -> bool:
     layer = sys.modules.get("peft.tuners.lora.layer")
     if layer is None or cls is not layer.Linear:
         return False
     try:
-        return running_source(cls.forward).digest in TESTED_LORA
+        return running_source(forward).digest in TESTED_LORA
     except LeftEager:
         return False

@@ -61,7 +61,7 @@ def linears_called(monkeypatch):
     calls = []
     original = LoraLinear.forward
     monkeypatch.setattr(LoraLinear, "forward", lambda self, x: calls.append(1) or original(self, x))
-    monkeypatch.setattr(projections, "_is_tested_lora", lambda cls: cls is LoraLinear)
+    monkeypatch.setattr(projections, "_is_tested_lora", lambda cls, _: cls is LoraLinear)
     return calls
 
 
@@ -228,6 +228,14 @@ def test_a_linear_whose_forward_was_replaced_is_called(monkeypatch, linears_call
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x @ self.weight.t() + 1)
     assert torch.equal(together(model, x), model(x))
     assert linears_called
+
+
+def test_a_forward_that_peft_gets_after_the_first_call_is_called(monkeypatch):
+    model, x = make(), make_x()
+    together(model, x)
+    original = LoraLinear.forward
+    monkeypatch.setattr(LoraLinear, "forward", lambda self, x: 2 * original(self, x))
+    assert torch.equal(together(model, x), model(x))
 
 
 @pytest.mark.parametrize("patched_first", [True, False], ids=["patched first", "patched last"])
