@@ -12,7 +12,7 @@ HEAD = """# The command line
 
 <!-- Written by `python .ci/write_cli_docs.py` from the commands; a test holds it up to date. -->
 
-`pip install adaptiveload_hf` brings the command `adaptiveload`. From data to an even load:
+The package brings the command `adaptiveload`. From data to an even load:
 
 ```bash
 adaptiveload scan DATASET                            # which shapes, how many of each

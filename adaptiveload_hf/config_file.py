@@ -245,7 +245,7 @@ def _check_version(found, path):
     if isinstance(found, int) and found > FORMAT_VERSION:
         raise UserError(
             f"{path} has format_version {_shown(found)}, but this adaptiveload_hf reads up to {FORMAT_VERSION}. "
-            "Upgrade: pip install --upgrade adaptiveload_hf"
+            "Install a newer one."
         )
     raise UserError(f"{path}: format_version must be a whole number up to {FORMAT_VERSION}, but it is {found!r}.")
 

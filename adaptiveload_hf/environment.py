@@ -79,7 +79,7 @@ def memory_elsewhere(memory, measured, world_size, accumulation):
     Returns: (`MemoryModel`, what is assumed as a list of sentences).
     """
     found = []
-    if accumulation > 1 == measured.get("gradient_accumulation_steps"):
+    if accumulation > 1 and measured.get("gradient_accumulation_steps") == 1:
         kept = measured.get("gradient_gib")
         memory = replace(memory, base_gib=memory.base_gib + (kept or 0.0))
         found.append(

@@ -23,9 +23,7 @@ def require_matplotlib():
         UserError: matplotlib is not installed.
     """
     if not can_draw():
-        raise UserError(
-            "Pictures need matplotlib, which is not installed. Install it: pip install adaptiveload_hf[recipes]"
-        )
+        raise UserError("Pictures need matplotlib, which is not installed. Install it: pip install matplotlib")
 
 
 def new_figure(width, height):

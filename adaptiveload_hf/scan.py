@@ -103,7 +103,7 @@ def _of_media(root: Path, fps: float) -> Scan:
     try:
         import av
     except ImportError:
-        raise UserError("Clips need PyAV. Install it: pip install adaptiveload_hf[recipes]") from None
+        raise UserError("Clips need PyAV. Install it: pip install av") from None
     from PIL import Image
     from tqdm import tqdm
 

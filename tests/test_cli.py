@@ -204,6 +204,11 @@ def test_json_is_all_of_stdout(run, command):
     assert json.loads(out)
 
 
+def test_the_list_of_commands_says_each_in_a_whole_sentence(run):
+    listed = run("--help")[1].partition("Commands:")[2].strip().splitlines()
+    assert len(listed) == 7 and all(line.endswith(".") and not line.endswith("...") for line in listed), listed
+
+
 @pytest.mark.parametrize("command", ["scan", "fit", "count", "plan", "simulate", "report", "push"])
 def test_help_shows_an_example(run, command):
     status, out, _ = run(command, "--help")

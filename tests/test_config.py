@@ -93,7 +93,7 @@ def test_a_value_of_another_type_is_named():
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("format_version", 3, "has format_version 3, but this adaptiveload_hf reads up to 2. Upgrade"),
+        ("format_version", 3, "has format_version 3, but this adaptiveload_hf reads up to 2. Install"),
         ("format_version", None, "has no format_version"),
         ("format_version", "2", "format_version must be a whole number up to 2, but it is '2'"),
         ("origin", "counted", "origin must be 'benchmark' or 'training_log', but it is 'counted'"),

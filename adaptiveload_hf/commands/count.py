@@ -25,9 +25,10 @@ def count(
     ] = None,
     as_json: AsJson = False,
 ):
-    """Write a bucket config without any measurement: cost in proportion to the FLOPs of a transformer's config.
+    """Write a bucket config without any measurement.
 
-    That is enough to deal micro-batches of equal cost side by side, but says nothing in seconds or GiB.
+    The cost is in proportion to the FLOPs of a transformer's config. That is enough to deal micro-batches of equal
+    cost side by side, but says nothing in seconds or GiB.
 
     \b
     Example:

@@ -23,9 +23,10 @@ def fit(
     text_tokens: TextTokens = 0,
     as_json: AsJson = False,
 ):
-    """Fit the cost and memory laws to measurements, or the cost to a training run, and write a bucket config.
+    """Fit what a step costs, and write a bucket config.
 
-    Model and set-up are taken over from a bucket_config.json beside the measurements or the log, if there is one.
+    The cost and memory laws are fitted to measurements, or the cost alone to the steps of a training run. Model and
+    set-up are taken over from a bucket_config.json beside the measurements or the log, if there is one.
 
     \b
     Example:

@@ -18,7 +18,9 @@ def push(
     revision: Annotated[str | None, typer.Option(help="Branch, made if it is missing. Default: main.")] = None,
     as_json: AsJson = False,
 ):
-    """Upload a bucket config with its card to a model repository on the Hub. Log in first: hf auth login.
+    """Upload a bucket config with its card to the Hub.
+
+    It goes to a model repository, which is made if missing. Log in first: hf auth login.
 
     \b
     Example:

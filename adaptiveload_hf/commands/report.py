@@ -37,9 +37,10 @@ def report(
     allow_extrapolation: Extrapolate = False,
     as_json: AsJson = False,
 ):
-    """Write one HTML page: load of the ranks before and after, bucket table, cost fit, and how a run goes.
+    """Write one HTML page about cost, plan, ranks and a run.
 
-    The pictures are in the page, and as PNG files in a folder beside it.
+    It shows the load of the ranks before and after, the bucket table, the cost fit, and how a run goes. The pictures
+    are in the page, and as PNG files in a folder beside it.
 
     \b
     Example:

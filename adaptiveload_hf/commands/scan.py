@@ -18,10 +18,11 @@ def scan(
     text_tokens: TextTokens = 0,
     as_json: AsJson = False,
 ):
-    """Count the samples of each shape: in a prepared dataset, cached latents, tar shards, clips or a Hub dataset.
+    """Count the samples of each shape in a dataset.
 
-    Only headers are read. What --json prints can be given to `plan`, `simulate` and `report` as --shapes FILE. Clips
-    and pictures are counted in the largest shape that they fill: 4n+1 frames, at most 81, multiples of 16 pixels.
+    That is a prepared dataset, cached latents, tar shards, clips or a dataset on the Hub; only headers are read. What
+    --json prints can be given to `plan`, `simulate` and `report` as --shapes FILE. Clips and pictures are counted in
+    the largest shape that they fill: 4n+1 frames, at most 81, multiples of 16 pixels.
 
     \b
     Example:

@@ -66,7 +66,7 @@ def simulate(
     allow_extrapolation: Extrapolate = False,
     as_json: AsJson = False,
 ):
-    """Predict an epoch, and what batch sizes and dealing each bring to it.
+    """Predict an epoch, and what batch sizes and dealing each bring.
 
     The gains are ratios of epoch times against equal-token batches (or the config's own batch sizes) dealt at random:
     "by sizes" is what this policy's batch sizes bring when dealt at random, "by dealing" what dealing them by cost
