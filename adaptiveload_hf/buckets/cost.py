@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import ClassVar
@@ -13,7 +14,7 @@ from ..errors import UserError
 from .shapes import LatentShape
 
 _LARGEST = 1e12  # of what is measured; infinity and NaN are not below it
-_MOST_SAMPLES = 1 << 31  # of a micro-batch; beyond, float64 no longer tells one more sample
+_MOST_SAMPLES = (1 << 31) - 1  # of a micro-batch, also in a bucket config
 _MOST_TOKENS = 1 << 53  # where memory does not grow; whole in float64
 
 
@@ -130,13 +131,9 @@ class CostModel:
                 f"The cost of S = {tokens} does not grow with the batch size ({self}), so no largest batch exists. "
                 "Measure this shape at a larger batch size, or give a memory limit."
             )
-        batch = int(min(max(1, (seconds - self._fixed_seconds()) / per_sample), _MOST_SAMPLES))
-        # The division may land one off where seconds is exactly the cost of a whole number of samples.
-        while batch < _MOST_SAMPLES and self.seconds(batch + 1, tokens) <= seconds:
-            batch += 1
-        while batch > 1 and self.seconds(batch, tokens) > seconds:
-            batch -= 1
-        return batch
+        # By halving: dividing lands far off where one sample is lost in the rounding of the fixed part.
+        fixed = self._fixed_seconds()
+        return bisect_right(range(1, _MOST_SAMPLES + 1), seconds, key=lambda batch: fixed + batch * per_sample)
 
     def _fixed_seconds(self) -> float:
         return 0.0

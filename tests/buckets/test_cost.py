@@ -199,7 +199,15 @@ def test_the_largest_batch_is_the_last_within_the_limit(kind):
                 found = model.largest_batch(tokens, limit)
                 assert model.seconds(found, tokens) <= limit < model.seconds(found + 1, tokens)
         assert model.largest_batch(tokens, 0.01) == 0
-        assert model.largest_batch(tokens, 1e300) == 1 << 31  # where a float64 cannot count, there is no search
+        assert model.largest_batch(tokens, 1e300) == (1 << 31) - 1
+
+
+@pytest.mark.parametrize("slope", [1e-20, 1e-30])
+def test_the_largest_batch_of_a_cost_that_hardly_grows_is_found_without_counting_up_to_it(slope):
+    model = Additive(1.0, 0.0, slope, 0.0)
+    found = model.largest_batch(100, 1.0)
+    assert model.seconds(found, 100) == 1.0
+    assert found == (1 << 31) - 1 or model.seconds(found + 1, 100) > 1.0
 
 
 def test_a_cost_that_does_not_grow_has_no_largest_batch():
