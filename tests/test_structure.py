@@ -18,7 +18,7 @@ TOP_LEVEL = {
 # From the bottom up; a module imports only from rows before its own (see docs/design.md).
 LAYERS = [
     {"errors", "adaln.first_call", "adaln.runtime", "adaln.schema_digest", "adaln.source", "adaln.tested_sources"},
-    {"adaln.extension", "adaln.projections", "adaln.triton_kernels", "buckets.row_bytes", "buckets.shapes"},
+    {"adaln.extension", "adaln.triton_kernels", "buckets.row_bytes", "buckets.shapes"},
     {"adaln.triton_ops"},
     {
         "adaln.adapters",
@@ -55,7 +55,7 @@ LAYERS = [
         "buckets.tar_index",
         "buckets.training_log",
     },
-    {"adaln.schemas", "buckets.ranks", "buckets.simulate", "buckets.sources", "config_file"},
+    {"adaln.projections", "adaln.schemas", "buckets.ranks", "buckets.simulate", "buckets.sources", "config_file"},
     {"adaln.ops", "buckets.sampler", "config", "distributed", "report", "restart", "scan"},
     {"adaln.queries"},
     {"adaln.forwards", "benchmark", "monitor", "preflight"},

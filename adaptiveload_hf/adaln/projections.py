@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .registry import keep, kept
 from .runtime import is_transformed, no_hooks_on
 from .source import LeftEager, running_source
 
@@ -58,21 +59,23 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, scalings, *tensors):
-        rows, ys, kept = x.flatten(0, -2), [], []
-        for scaling, (weight, bias, down, up) in zip(scalings, in_fours(tensors)):
-            y, h = projected(rows, weight, bias, down, up, scaling)
+        rows, ys, hs = x.flatten(0, -2), [], []
+        for scaling, projection in zip(scalings, in_fours(tensors)):
+            y, h = projected(rows, *projection, scaling)
             ys.append(y.view(*x.shape[:-1], y.shape[-1]))
-            kept += [weight, down, up, h]
+            hs.append(h)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, *kept)
+        ctx.save_for_backward(x, *hs)
+        keep(ctx, *tensors)
         ctx.scalings = scalings
         return tuple(ys)
 
     @staticmethod
     def backward(ctx, *grads):
-        x, *kept = ctx.saved_tensors
+        (x, *hs), tensors = ctx.saved_tensors, in_fours(kept(ctx))
         needs_dx, _, *needs = ctx.needs_input_grad
-        dx, found = differentiated(x.flatten(0, -2), grads, ctx.scalings, in_fours(kept), in_fours(needs), needs_dx)
+        rows, needs = x.flatten(0, -2), in_fours(needs)
+        dx, found = differentiated(rows, grads, ctx.scalings, tensors, hs, needs, needs_dx)
         return None if dx is None else dx.view(x.shape), None, *found
 
 
@@ -88,17 +91,17 @@ def projected(
 
 
 def differentiated(
-    rows: Tensor, grads, scalings, kept: list, needs: list, needs_dx: bool
+    rows: Tensor, grads, scalings, projections: list, hs: list, needs: list, needs_dx: bool
 ) -> tuple[Tensor | None, list]:
     """The gradient of rows, and those of (weight, bias, down, up) of every projection of them, one after the other.
 
     Args:
         rows: [n, D]. grads: of each y, of any shape with its columns last, or None.
-        kept: (weight, down, up, h) of each. needs: whether (weight, bias, down, up) need gradients, of each.
+        projections: (weight, bias, down, up) of each, hs: as `projected` gave them, needs: who needs gradients.
     """
     dx, found = None, []
-    for grad, scaling, (weight, down, up, h), (weight_needs, bias_needs, down_needs, up_needs) in zip(
-        grads, scalings, kept, needs
+    for grad, scaling, (weight, _, down, up), h, (weight_needs, bias_needs, down_needs, up_needs) in zip(
+        grads, scalings, projections, hs, needs
     ):
         if grad is None:
             found += [None] * 4

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from . import ops as fused_ops
 from .projections import differentiated, in_fours, is_plain, projected, projection_of
 from .reference import compute_dtype, inverse_rms
-from .registry import bits_of, gradients_of, run
+from .registry import bits_of, gradients_of, keep, kept, run
 from .runtime import FusedOps
 
 _LINEARS = ("to_q", "to_k", "to_v")
@@ -89,25 +89,26 @@ class _QueriesKeysValues(torch.autograd.Function):
         turned_q, rstd_q = _normed(settings, q, norm_q, cos, sin, 0)
         turned_k, rstd_k = _normed(settings, k, norm_k, cos, sin, 1)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, text, cos, sin, norm_q, norm_k, q, k, rstd_q, rstd_k, h_q, h_k, h_v, *tensors)
+        ctx.save_for_backward(x, text, q, k, rstd_q, rstd_k, h_q, h_k, h_v)
+        keep(ctx, cos, sin, norm_q, norm_k, *tensors)  # cos and sin belong to the model, not to its blocks
         ctx.settings, ctx.in_triton = settings, settings.in_triton
         return turned_q, turned_k, _by_head(settings, v)
 
     @staticmethod
     def backward(ctx, grad_q, grad_k, grad_v):
-        x, text, cos, sin, norm_q, norm_k, q, k, rstd_q, rstd_k, *rest = ctx.saved_tensors
-        settings, hs, tensors = ctx.settings, rest[:3], in_fours(rest[3:])
+        x, text, q, k, rstd_q, rstd_k, *hs = ctx.saved_tensors
+        cos, sin, norm_q, norm_k, *tensors = kept(ctx)
+        settings, tensors = ctx.settings, in_fours(tensors)
         _, x_needs, text_needs, _, _, norm_q_needs, norm_k_needs, *needs = ctx.needs_input_grad
         if torch.is_grad_enabled():  # the gradients of the norms depend on x, too
             (q, _), (k, _), _ = _projections(settings, x, text, tensors)
         grad_q, grad_norm_q = _through_norm(ctx, grad_q, q, rstd_q, norm_q, cos, sin, 0, norm_q_needs)
         grad_k, grad_norm_k = _through_norm(ctx, grad_k, k, rstd_k, norm_k, cos, sin, 1, norm_k_needs)
-        grads, kept = (grad_q, grad_k, grad_v), [(w, down, up, h) for (w, _, down, up), h in zip(tensors, hs)]
-        found, dxs, needs = [], [], in_fours(needs)
+        grads, found, dxs, needs = (grad_q, grad_k, grad_v), [], [], in_fours(needs)
         for of, some, of_needs in ((x, slice(settings.of_x), x_needs), (text, slice(settings.of_x, 3), text_needs)):
             dx, of_some = None, []
             if of is not None:
-                some = [each[some] for each in (grads, settings.scalings, kept, needs)]
+                some = [each[some] for each in (grads, settings.scalings, tensors, hs, needs)]
                 dx, of_some = differentiated(of.flatten(0, 1), *some, of_needs)
             dxs.append(None if dx is None else dx.view(of.shape))
             found += of_some

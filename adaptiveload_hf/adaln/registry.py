@@ -132,6 +132,31 @@ def run(name: str, in_triton: bool, *args):
     return _below_autograd(_CALLS[triton_twin(name) if in_triton else name][0], *args)
 
 
+def keep(ctx, *tensors: Tensor | None):
+    """Keep arguments of an autograd function that stay alive anyway (parameters) for its backward: `kept(ctx)`.
+
+    By `save_for_backward` gradient checkpointing would call hooks for each, 28 us of the host's time in all, at a
+    Wan block for 21 tensors of 66, 12% of its time.
+    """
+    ctx.kept, ctx.versions = tensors, [None if tensor is None else tensor._version for tensor in tensors]
+
+
+def kept(ctx) -> tuple[Tensor | None, ...]:
+    """What `keep` was given.
+
+    Raises:
+        RuntimeError: a tensor was changed in place since, as autograd says of saved ones.
+    """
+    for tensor, version in zip(ctx.kept, ctx.versions):
+        if tensor is not None and tensor._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a tensor of shape {tuple(tensor.shape)} is at version {tensor._version}; expected version "
+                f"{version} instead, that of the forward."
+            )
+    return ctx.kept
+
+
 def _wants_grad(args) -> bool:
     if forward_ad._current_level >= 0:
         return True  # no op has a jvp: autograd says so where it meets a dual tensor

@@ -14,7 +14,17 @@ from .reference import (
     inverse_rms_of_rope,
     row_statistics,
 )
-from .registry import bits_of, define, define_autograd, define_backward, empty_gradients, gradients_of, kind_of
+from .registry import (
+    bits_of,
+    define,
+    define_autograd,
+    define_backward,
+    empty_gradients,
+    gradients_of,
+    keep,
+    kept,
+    kind_of,
+)
 
 # In every schema the tensor arguments come first and modulations are [B, T, D] with one T; the
 # functions in `ops` see to that. A backward op returns only the gradients that the bits of `needs` ask for, bit i
@@ -56,7 +66,8 @@ def _save_layer_norm_modulate(ctx, inputs, output):
     _, stats = output
     ctx.mark_non_differentiable(stats)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, stats, scale, weight, bias, scale_table)
+    ctx.save_for_backward(x, stats, scale)
+    keep(ctx, weight, bias, scale_table)
     ctx.eps = eps
     _save_shift(ctx, x, shift)
 
@@ -64,7 +75,7 @@ def _save_layer_norm_modulate(ctx, inputs, output):
 def _differentiate_layer_norm_modulate(ctx, grad, _):
     if grad is None:
         return (None,) * 9
-    x, stats, scale, weight, bias, scale_table = ctx.saved_tensors
+    (x, stats, scale), (weight, bias, scale_table) = ctx.saved_tensors, kept(ctx)
     needs, rows, direct = _split_shift(ctx, bits_of(ctx.needs_input_grad[:7]), 2, x.shape[1])
     if torch.is_grad_enabled():
         stats = row_statistics(x, ctx.eps, stats.dtype)
@@ -98,7 +109,8 @@ def _save_rms_norm_modulate(ctx, inputs, output):
     _, rstd = output
     ctx.mark_non_differentiable(rstd)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, rstd, scale, weight)
+    ctx.save_for_backward(x, rstd, scale)
+    keep(ctx, weight)
     ctx.eps, ctx.offsets = eps, (scale_offset, weight_offset)
     _save_shift(ctx, x, shift)
 
@@ -106,7 +118,7 @@ def _save_rms_norm_modulate(ctx, inputs, output):
 def _differentiate_rms_norm_modulate(ctx, grad, _):
     if grad is None:
         return (None,) * 8
-    x, rstd, scale, weight = ctx.saved_tensors
+    (x, rstd, scale), (weight,) = ctx.saved_tensors, kept(ctx)
     needs, rows, direct = _split_shift(ctx, bits_of(ctx.needs_input_grad[:4]), 2, x.shape[1])
     if torch.is_grad_enabled():
         rstd = inverse_rms(x, ctx.eps, rstd.dtype)
@@ -134,7 +146,8 @@ def _save_gate_residual(ctx, inputs, output):
     _, y, gate, gate_table, _ = inputs
     ctx.set_materialize_grads(False)
     # With a frozen gate (LoRA) y would be kept for nothing: 2 bytes an element that eager would not keep either.
-    ctx.save_for_backward(y if any(ctx.needs_input_grad[2:4]) else None, gate, gate_table)
+    ctx.save_for_backward(y if any(ctx.needs_input_grad[2:4]) else None, gate)
+    keep(ctx, gate_table)
     ctx.y_dtype = y.dtype
 
 
@@ -153,7 +166,7 @@ def _differentiate_gate(ctx, grad, y, gate, gate_table):
 def _differentiate_gate_residual(ctx, grad):
     if grad is None:
         return (None,) * 5
-    return (*_differentiate_gate(ctx, grad, *ctx.saved_tensors), None)
+    return (*_differentiate_gate(ctx, grad, *ctx.saved_tensors, *kept(ctx)), None)
 
 
 def _gate_residual_layer_norm_modulate(
@@ -192,13 +205,15 @@ def _save_gate_residual_layer_norm_modulate(ctx, inputs, output):
     ctx.mark_non_differentiable(stats)
     ctx.set_materialize_grads(False)
     y_kept = y if any(ctx.needs_input_grad[2:4]) else None
-    ctx.save_for_backward(residual, stats, y_kept, gate, gate_table, scale, weight, bias, scale_table)
+    ctx.save_for_backward(residual, stats, y_kept, gate, scale)
+    keep(ctx, gate_table, weight, bias, scale_table)
     ctx.eps, ctx.x_dtype, ctx.y_dtype = eps, x.dtype, y.dtype
     _save_shift(ctx, x, shift)
 
 
 def _differentiate_gate_residual_layer_norm_modulate(ctx, grad_residual, grad, _):
-    residual, stats, y, gate, gate_table, scale, weight, bias, scale_table = ctx.saved_tensors
+    residual, stats, y, gate, scale = ctx.saved_tensors
+    gate_table, weight, bias, scale_table = kept(ctx)
     if grad is None and grad_residual is None:
         return (None,) * 13
     if grad is None:
@@ -209,8 +224,8 @@ def _differentiate_gate_residual_layer_norm_modulate(ctx, grad_residual, grad, _
         needs &= ~2
     if torch.is_grad_enabled():
         stats = row_statistics(residual, ctx.eps, stats.dtype)
-    kept = (residual, stats, y, gate, gate_table, scale, weight, bias, scale_table)
-    args = (grad_residual, grad, *kept, ctx.x_dtype, ctx.y_dtype, rows, ctx.shift_dtype)
+    forward = (residual, stats, y, gate, gate_table, scale, weight, bias, scale_table)
+    args = (grad_residual, grad, *forward, ctx.x_dtype, ctx.y_dtype, rows, ctx.shift_dtype)
     placed = gradients_of(ctx, "gate_residual_layer_norm_modulate", 10, needs, *args)
     if shared:
         placed[1] = placed[0]
@@ -241,14 +256,15 @@ def _save_rms_norm_rope(ctx, inputs, output):
     _, rstd = output
     ctx.mark_non_differentiable(rstd)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, rstd, weight, cos, sin)
+    ctx.save_for_backward(x, rstd, cos, sin)
+    keep(ctx, weight)
     ctx.eps = eps
 
 
 def _differentiate_rms_norm_rope(ctx, grad, _):
     if grad is None:
         return (None,) * 6
-    x, rstd, weight, cos, sin = ctx.saved_tensors
+    (x, rstd, cos, sin), (weight,) = ctx.saved_tensors, kept(ctx)
     needs = bits_of(ctx.needs_input_grad[:2])
     if torch.is_grad_enabled():
         rstd = inverse_rms_of_rope(x, weight, cos, sin, grad.shape[2], ctx.eps)

@@ -87,6 +87,31 @@ def test_no_more_is_kept_for_backward_than_by_the_stock_processor(text, trained)
     assert 0 < sum(storage.nbytes() for storage in kept_for_backward(attn, inputs)) <= stock
 
 
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
+def test_checkpointing_has_no_hooks_to_call_for_parameters_and_rotary_tables(lora):
+    attn, inputs, saved = make_attention(), make_inputs(), set()
+    attn = with_lora(attn) if lora else attn
+    attn.set_processor(AdaptiveLoadAttnProcessor())
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.add(t.data_ptr()) or t, lambda t: t):
+        attn(**inputs)
+    known = dict(attn.named_parameters()) | dict(zip(("cos", "sin"), inputs["rotary_emb"]))
+    assert inputs["hidden_states"].data_ptr() in saved
+    assert [name for name, tensor in known.items() if tensor.data_ptr() in saved] == ["to_out.0.weight"]
+
+
+@pytest.mark.parametrize("name", ["to_q.weight", "norm_k.weight", "cos"])
+@pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
+def test_a_tensor_changed_in_place_before_backward_is_refused_as_autograd_does(stock, name):
+    attn, inputs = make_attention(), make_inputs()
+    if not stock:
+        attn.set_processor(AdaptiveLoadAttnProcessor())
+    out = attn(**inputs)
+    with torch.no_grad():
+        (inputs["rotary_emb"][0] if name == "cos" else attn.get_parameter(name)).mul_(2)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: .* expected version"):
+        out.sum().backward()
+
+
 def test_a_norm_of_another_width_is_refused_as_the_stock_processor_refuses_it():
     attn = make_attention()
     attn.norm_q = nn.RMSNorm(HEAD_WIDTH, eps=1e-6)
