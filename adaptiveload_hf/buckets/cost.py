@@ -14,6 +14,7 @@ from ..errors import UserError
 from .shapes import LatentShape
 
 _LARGEST = 1e12  # of what is measured; infinity and NaN are not below it
+_SHORTEST = 1e-15  # seconds of a step; ratios of shorter ones would leave the range of float64
 _MOST_SAMPLES = (1 << 31) - 1  # of a micro-batch, also in a bucket config
 _MOST_TOKENS = 1 << 53  # where memory does not grow; whole in float64
 
@@ -212,7 +213,7 @@ def cost_model_from_dict(saved: dict) -> CostModel:
     """The cost model of `{"kind": ..., "parameters": {...}}`.
 
     Raises:
-        UserError: an unknown kind, or parameters that are not non-negative numbers with that kind's names, or all 0.
+        UserError: an unknown kind, or parameters that are not non-negative numbers with that kind's names, or no time at all.
     """
     model = _KINDS.get(saved.get("kind"))
     if model is None:
@@ -226,7 +227,7 @@ def cost_model_from_dict(saved: dict) -> CostModel:
             f"The {model.kind} cost model has the non-negative parameters {sorted(expected)}, but found {found}."
         )
     loaded = model(**{name: float(value) for name, value in found.items()})
-    if loaded.seconds(1, 1) <= 0:
+    if loaded.seconds(1, 1) < _SHORTEST:
         raise UserError(f"A cost model must make a step take time, but {found} makes it take none. Fit it again.")
     return loaded
 
@@ -268,7 +269,8 @@ class MemoryModel:
             return np.zeros_like(tokens)
         found = (limit_gib - self.base_gib) / (self.gib_per_token + self.gib_per_sample / tokens)
         bound = self._bound_gib_per_token()
-        return np.minimum(found, limit_gib / bound if bound else _MOST_TOKENS).astype(np.int64)
+        most = min(limit_gib / bound, _MOST_TOKENS) if bound else _MOST_TOKENS
+        return np.minimum(found, most).astype(np.int64)
 
     def _known_gib(self, growing_gib):
         return np.maximum(self.floor_gib, self.base_gib + growing_gib)

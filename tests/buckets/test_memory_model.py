@@ -163,6 +163,10 @@ def test_max_tokens_is_the_last_that_fits_on_the_line_and_on_the_bound(memory):
     assert memory.max_tokens(4.9, 16) == 0
 
 
+def test_memory_that_hardly_grows_allows_many_tokens_not_fewer_than_none():
+    assert MemoryModel(20.0, 1e-25).max_tokens(80.0, np.array([256, 32760])).tolist() == [1 << 53, 1 << 53]
+
+
 def test_the_bound_is_none_below_the_largest_measured_micro_batch():
     memory = MemoryModel(2.0, 1e-4, 5.0, known_tokens=50_000)
     sizes = np.array([1, 10_000, 40_000, 50_000])
