@@ -213,7 +213,8 @@ def cost_model_from_dict(saved: dict) -> CostModel:
     """The cost model of `{"kind": ..., "parameters": {...}}`.
 
     Raises:
-        UserError: an unknown kind, or parameters that are not non-negative numbers with that kind's names, or no time at all.
+        UserError: an unknown kind, or parameters that are not non-negative numbers with that kind's names, or make a
+            step take no time.
     """
     model = _KINDS.get(saved.get("kind"))
     if model is None:
