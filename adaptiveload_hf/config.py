@@ -258,6 +258,7 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         *,
         world_size: int,
         gradient_accumulation_steps: int = 1,
+        balance: str = "auto",
         memory_limit_gib: float | None = None,
         target_seconds: float | str = "auto",
         policy: str | None = None,
@@ -286,6 +287,7 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
             self.cost_model,
             world_size=world_size,
             gradient_accumulation_steps=gradient_accumulation_steps,
+            balance=balance,
             target_seconds=target_seconds,
             policy=policy,
             batch_sizes=batch_sizes,
@@ -320,9 +322,9 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         """
         baseline = "fixed" if self.batch_sizes else "equal_token"
 
-        def plan(policy, **ranks):
+        def plan(policy, **run):
             held = samples_per_step if policy == "dual" else None
-            return self.plan(shape_counts, policy=policy, samples_per_step=held, **ranks, **options)
+            return self.plan(shape_counts, policy=policy, samples_per_step=held, **run, **options)
 
         return compare(
             plan,

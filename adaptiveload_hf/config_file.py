@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from .buckets.cost import FlopCount, MemoryModel, cost_model_from_dict, read_measurements
+from .buckets.deal import check_balance
 from .buckets.plan import POLICIES, Bucket, BucketPlan
 from .buckets.shapes import LatentShape
 from .card import CARD_FILE, LIBRARY, write_card
@@ -229,11 +230,16 @@ def check_tokens(measurements, geometry):
 
 
 def _migrate(fields):
-    """Version 1 did not say where the cost comes from, and had batch_sizes only where there were some."""
+    """Version 1 did not say where the cost comes from, and had batch_sizes only where there were some.
+
+    Plans did not say which dealing they were for while all were for auto.
+    """
     if fields["format_version"] == 1:
         counted = isinstance(fields.get("cost_model"), dict) and is_counted(fields)
         origin = "counted" if counted else "benchmark"
         fields = {"batch_sizes": None, **fields, "format_version": FORMAT_VERSION, "origin": origin}
+    if isinstance(fields.get("example_plan"), dict):
+        fields = {**fields, "example_plan": {"balance": "auto", **fields["example_plan"]}}
     return fields
 
 
@@ -326,6 +332,10 @@ def _check_plan(plan, field):
             _check_number(plan[name], f"{field}.{name}")
     _check_one_of(plan["policy"], POLICIES, f"{field}.policy")
     _check_list(plan["findings"], f"{field}.findings")
+    try:
+        check_balance(plan["balance"])
+    except UserError as error:
+        raise UserError(f"{field}: {error}") from None
 
 
 def _check_keys(found, kind, field):

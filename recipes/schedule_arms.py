@@ -69,8 +69,17 @@ def schedule_of(
         m_mem_tokens: the memory limit, the same for every policy.
     """
     run = {"world_size": world_size, "gradient_accumulation_steps": gradient_accumulation_steps}
-    geometry = config.geometry
-    plan = make_plan(counts, config.cost_model, geometry=geometry, policy=arm.policy, m_mem_tokens=m_mem_tokens, **run)
+    # Same-bucket steps need no dealing; their plan is that of the dealing which comes nearest to it.
+    planned_for = "auto" if arm.balance == SAME_BUCKET else arm.balance
+    plan = make_plan(
+        counts,
+        config.cost_model,
+        geometry=config.geometry,
+        policy=arm.policy,
+        m_mem_tokens=m_mem_tokens,
+        balance=planned_for,
+        **run,
+    )
     bucket_of_sample = np.repeat(np.arange(len(plan.buckets)), [bucket.count for bucket in plan.buckets])
     if arm.balance == SAME_BUCKET:
         return plan, same_bucket_schedule(plan, config.cost_model, seed=seed, **run)

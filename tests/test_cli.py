@@ -128,6 +128,7 @@ def test_plan_prints_a_row_for_each_bucket_and_the_next_command(run):
 def test_the_next_command_keeps_what_the_plan_needed(run):
     err = run(*PLAN, "--memory-limit-gib", "12.5", "--allow-extrapolation")[2]
     assert err.splitlines()[-1].endswith("--memory-limit-gib 12.5 --allow-extrapolation")
+    assert run(*PLAN, "--balance", "step")[2].splitlines()[-1].endswith("--balance step")
 
 
 def test_a_file_of_shapes_gives_the_plan_of_its_dataset(run):
@@ -141,6 +142,7 @@ def test_plan_follows_its_options(run):
     assert {bucket["bound_by"] for bucket in plan["buckets"]} == {"memory"}
     assert plan["target_seconds"] == 50
     assert json.loads(run(*PLAN, "--policy", "equal_token", "--json")[1])["policy"] == "equal_token"
+    assert json.loads(run(*PLAN, "--balance", "none", "--json")[1])["balance"] == "none"
 
 
 def test_simulate_shows_the_baseline_first_and_dealing_by_cost_ahead_of_it(run):

@@ -61,6 +61,18 @@ def test_a_loaded_config_equals_the_saved_one(config, folder):
     assert loaded.example_plan == config.example_plan
 
 
+def test_a_plan_says_which_dealing_it_is_for_and_one_from_before_was_for_auto(config, folder):
+    config.example_plan = config.plan(COUNTS, **RANKS, balance="none")
+    config.save_pretrained(folder)
+    assert BucketConfig.from_pretrained(folder).example_plan.balance == "none"
+    assert "Made for dealing with balance `none`." in (folder / "README.md").read_text()
+    edit(folder, lambda fields: fields["example_plan"].pop("balance"))
+    assert BucketConfig.from_pretrained(folder).example_plan.balance == "auto"
+    edit(folder, lambda fields: fields["example_plan"].update(balance="wide"))
+    with pytest.raises(UserError, match=r"bucket_config.json: example_plan: balance is none, step, .*found 'wide'"):
+        BucketConfig.from_pretrained(folder)
+
+
 def test_saving_twice_writes_the_same_bytes(config, folder):
     written = {path.name: path.read_bytes() for path in folder.iterdir()}
     BucketConfig.from_pretrained(folder).save_pretrained(folder)

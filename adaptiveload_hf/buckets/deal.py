@@ -18,6 +18,15 @@ _WINDOWS_OF_AN_EPOCH = 4
 _EXCERPT = 1 << 15
 
 
+def check_balance(balance: str) -> None:
+    """
+    Raises:
+        UserError: no such balance mode.
+    """
+    if balance != "auto":
+        window_of(balance)
+
+
 def window_of(balance: str) -> int:
     """Optimizer steps whose micro-batches are matched together; 0 for none.
 
@@ -55,15 +64,19 @@ def cut_evenly(
     numbers = -(-counts // batch_sizes)
     missing = int(-numbers.sum() % group)
     sizes = -(-counts // np.maximum(numbers, 1))
-    heap = [(-float(cost.seconds(sizes[i], tokens[i])), -int(tokens[i]), int(i)) for i in np.flatnonzero(sizes > 1)]
+    heap = [
+        (-float(cost.seconds(sizes[i], tokens[i])), -int(tokens[i]), int(i), int(sizes[i]))
+        for i in np.flatnonzero(sizes > 1)
+    ]
     heapq.heapify(heap)
     while missing and heap:
-        i = heapq.heappop(heap)[-1]
-        numbers[i] += 1
-        missing -= 1
-        size = -(-counts[i] // numbers[i])
-        if size > 1:
-            heapq.heappush(heap, (-float(cost.seconds(size, tokens[i])), -int(tokens[i]), i))
+        *_, i, size = heapq.heappop(heap)
+        # It stays the costliest until its largest micro-batch is smaller.
+        more = min(missing, -(-int(counts[i]) // (size - 1)) - int(numbers[i]))
+        numbers[i] += more
+        missing -= more
+        if size > 2:
+            heapq.heappush(heap, (-float(cost.seconds(size - 1, tokens[i])), -int(tokens[i]), i, size - 1))
     return numbers, missing
 
 
@@ -126,6 +139,32 @@ def _mix(tokens: np.ndarray, gradient_accumulation_steps: int, random: np.random
     return steps.reshape(tokens.shape)
 
 
+def mean_slowest(seconds: np.ndarray, numbers: np.ndarray, world_size: int) -> float:
+    """The slowest of W micro-batches that meet at random, on average over all ways they can.
+
+    Args:
+        seconds, numbers: cost of each kind of micro-batch and how many there are, at least W in all.
+    """
+    order = np.argsort(seconds)
+    reached = np.cumsum(numbers[order])
+    likely = (reached / reached[-1]) ** world_size > 1e-12
+    # The i-th rank's is among the n no slower than a kind, if those before it are, with chance (n - i) / (all - i).
+    left = reached[likely, None] - np.arange(world_size)
+    none_slower = np.prod(np.maximum(left, 0) / left[-1], axis=1)
+    return float(seconds[order[likely]] @ np.diff(none_slower, prepend=0.0))
+
+
+def matched_efficiency(cost: np.ndarray, world_size: int, gradient_accumulation_steps: int, window: int) -> float:
+    """Balance efficiency where micro-batches are matched over so many optimizer steps.
+
+    Args:
+        cost: float64 [micro-batches], shuffled; a multiple of W*K.
+    """
+    blocks = _blocks(cost, window * world_size * gradient_accumulation_steps)
+    slowest = sum(np.sort(block, axis=1)[:, world_size - 1 :: world_size].sum() for _, block in blocks)
+    return float(cost.sum() / world_size / slowest)
+
+
 def best_balance(
     cost: np.ndarray, world_size: int, gradient_accumulation_steps: int, optimizer_steps: int
 ) -> tuple[str, float]:
@@ -146,9 +185,7 @@ def best_balance(
         balance = "step" if window == 1 else f"window:{window}"
         if is_wide(balance, optimizer_steps):
             break
-        blocks = [block for _, block in _blocks(cost, window * group)]
-        slowest = sum(np.sort(block, axis=1)[:, world_size - 1 :: world_size].sum() for block in blocks)
-        found.append((balance, float(cost.sum() / world_size / slowest)))
+        found.append((balance, matched_efficiency(cost, world_size, gradient_accumulation_steps, window)))
         if found[-1][1] >= _AUTO_EFFICIENCY:
             return found[-1]
     return max(found, key=lambda mode: mode[1])

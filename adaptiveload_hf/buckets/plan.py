@@ -10,11 +10,12 @@ import numpy as np
 
 from ..errors import UserError
 from .cost import CostModel, MemoryModel
+from .deal import check_balance
 from .shapes import LatentShape, TokenGeometry
 from .workload import Workload
 
 POLICIES = ("dual", "equal_token", "equal_time", "fixed")
-_TARGETS_TRIED = 24
+_TARGETS_TRIED = 64
 # What a policy must lose in predicted samples/s before the plan calls it harmful; less is the noise of the excerpt.
 _HARM = 0.01
 # Why no memory limit in GiB holds, so that tokens known to fit are the limit.
@@ -58,12 +59,13 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Batch size per bucket for one histogram, W and K. Buckets are sorted by shape.
+    """Batch size per bucket for one histogram, W, K and way of dealing. Buckets are sorted by shape.
 
     m_mem_tokens: the memory limit in tokens of a micro-batch, of shapes whose samples take most beside their tokens;
         None if nothing limits it.
     target_seconds: the compute limit, in the cost model's unit; None where the policy has none.
     findings: sentences about what the limits do, and about what a sample weighs in the loss.
+    balance: the dealing under which an automatic compute limit was chosen.
     """
 
     policy: str
@@ -71,6 +73,7 @@ class BucketPlan:
     m_mem_tokens: int | None
     buckets: tuple[Bucket, ...]
     findings: tuple[str, ...] = ()
+    balance: str = "auto"
 
     @property
     def shapes(self) -> tuple[LatentShape, ...]:
@@ -109,6 +112,7 @@ def make_plan(
     memory_limit_gib: float | None = None,
     world_size: int,
     gradient_accumulation_steps: int = 1,
+    balance: str = "auto",
     target_seconds: float | str = "auto",
     policy: str = "dual",
     samples_per_step: float | None = None,
@@ -126,8 +130,10 @@ def make_plan(
     Args:
         shape_counts: samples of each shape.
         memory_limit_gib: what a rank may use; with `memory` it gives M_mem in tokens.
+        balance: how micro-batches will be dealt, as in `schedule_epoch`.
         target_seconds: compute limit of a micro-batch. "auto": dual takes the one with the best predicted samples/s on
-            this histogram, W and K (without M_mem, and for equal_time, the cost of one longest sample).
+            this histogram, W and K under `balance` (without M_mem, and for equal_time, the cost of one longest
+            sample).
         samples_per_step: samples of an optimizer step to hold: dual takes the compute limit whose predicted mean is
             nearest to it. Where memory or W*K do not let it come near, a finding says what is reached, and with which
             K it would be.
@@ -141,6 +147,7 @@ def make_plan(
             wrong or that nothing follows.
     """
     check_ranks(world_size, gradient_accumulation_steps)
+    check_balance(balance)
     _check_arguments(shape_counts, policy, memory_limit_gib, batch_sizes)
     shapes = tuple(sorted(shape_counts))
     geometry = geometry or TokenGeometry()
@@ -154,7 +161,8 @@ def make_plan(
         )
     m_mem_tokens = memory.max_tokens(memory_limit_gib, tokens) if limited else m_mem_tokens
     given = _given(shapes, policy, batch_sizes or {})
-    work = Workload(shapes, counts, tokens, given, cost, world_size, gradient_accumulation_steps, m_mem_tokens)
+    run = (world_size, gradient_accumulation_steps)
+    work = Workload(shapes, counts, tokens, given, cost, *run, m_mem_tokens, balance)
     _check_counts(work)
     if measured_tokens is not None and not allow_extrapolation:
         _check_measured(work, measured_tokens)
@@ -170,7 +178,8 @@ def make_plan(
     gib = [None] * len(shapes) if memory is None else [float(memory.gib(b, s)) for b, s in zip(sizes, tokens)]
     seconds = cost.seconds(sizes, tokens).tolist()
     rows = zip(shapes, tokens.tolist(), counts.tolist(), sizes.tolist(), seconds, gib, bounds)
-    return BucketPlan(policy, target, work.least_m_mem_tokens, tuple(Bucket(*row) for row in rows), findings)
+    buckets = tuple(Bucket(*row) for row in rows)
+    return BucketPlan(policy, target, work.least_m_mem_tokens, buckets, findings, balance)
 
 
 def check_ranks(world_size: int, gradient_accumulation_steps: int) -> None:

@@ -147,7 +147,8 @@ class BucketDataLoader(DataLoaderStateMixin):
         collate_fn: list of rows -> dict; without it, rows of the prepared dataset.
         repeats: float [samples], occurrences of each sample in an epoch.
         on_dataset_change: "error", or "new_epoch": a checkpoint of another dataset goes on with a new epoch of this.
-        balance, loss_normalization: see `schedule_epoch`. num_workers, persistent_workers, prefetch_factor: torch's.
+        balance, loss_normalization: see `schedule_epoch`; an automatic compute limit is chosen for this balance.
+        num_workers, persistent_workers, prefetch_factor: torch's.
         plan_options: further arguments of `config.plan`: memory_limit_gib, target_seconds, policy,
             samples_per_step, allow_extrapolation, batch_sizes ({shape: B}, as after running out of memory).
 
@@ -194,7 +195,7 @@ class BucketDataLoader(DataLoaderStateMixin):
         self.rank, world_size = data_rank_and_size(accelerator)
         accumulation = accelerator.gradient_accumulation_steps
         run = {"world_size": world_size, "gradient_accumulation_steps": accumulation}
-        self.plan: BucketPlan = config.plan(shape_counts(index, repeats), **run, **plan_options)
+        self.plan: BucketPlan = config.plan(shape_counts(index, repeats), **run, balance=balance, **plan_options)
         self.cost_model = cost = config.cost_model
         order = {"balance": balance, "loss_normalization": loss_normalization, "repeats": repeats}
         self._sampler = BucketBatchSampler(index.bucket_of_sample, self.plan, cost, **run, seed=seed, **order)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import product
 from typing import NamedTuple
 
@@ -76,12 +77,12 @@ def shape_weights(schedule: EpochSchedule) -> np.ndarray:
 
 
 class ComparisonRow(NamedTuple):
-    """One policy under one balance mode (the mode chosen, where "auto" was asked), on W ranks with K micro-steps.
+    """One policy, planned for one balance mode (the mode chosen, where "auto" was asked), W ranks and K micro-steps.
 
     Gains are ratios of epoch times at the same W and K, and from_batch_sizes * from_dealing is the whole gain over the
     baseline's batch sizes dealt at random:
-    from_batch_sizes: baseline dealt at random / this policy dealt at random.
-    from_dealing: this policy dealt at random / this policy dealt with `balance`.
+    from_batch_sizes: baseline dealt at random / this plan dealt at random.
+    from_dealing: this plan dealt at random / this plan dealt with `balance`.
     """
 
     policy: str
@@ -112,7 +113,7 @@ def compare(
     """Simulates an epoch of the same samples under every policy x balance x W x K, batch sizes and dealing apart.
 
     Args:
-        plan: (policy=, world_size=, gradient_accumulation_steps=) -> BucketPlan, such as
+        plan: (policy=, balance=, world_size=, gradient_accumulation_steps=) -> BucketPlan, such as
             `functools.partial(make_plan, shape_counts, cost, memory, memory_limit_gib=...)`.
         baseline: the policy that gains are measured against; it need not be among `policies`.
 
@@ -122,24 +123,27 @@ def compare(
     rows = {}
     for world_size, accumulation in product(world_sizes, accumulations):
         run = {"world_size": world_size, "gradient_accumulation_steps": accumulation}
-        plans = {policy: plan(policy=policy, **run) for policy in dict.fromkeys([baseline, *policies])}
-        random = {policy: _dealt(made, cost, "none", seed, **run) for policy, made in plans.items()}
+        dealt = cache(partial(_dealt, cost=cost, seed=seed, **run))
+        before = dealt(plan(policy=baseline, balance="none", **run), "none")[1].epoch_seconds
         for policy, balance in product(policies, balances):
-            mode, found = _dealt(plans[policy], cost, balance, seed, **run) if balance != "none" else random[policy]
+            made = plan(policy=policy, balance=balance, **run)
+            mode, found = dealt(made, balance)
+            # Of plans that differ in nothing but what they were made for, one is dealt at random.
+            random = dealt(replace(made, balance="none"), "none")[1].epoch_seconds
             rows[world_size, accumulation, policy, mode] = ComparisonRow(
                 policy,
                 mode,
                 world_size,
                 accumulation,
                 found,
-                plans[policy],
-                random[baseline][1].epoch_seconds / random[policy][1].epoch_seconds,
-                random[policy][1].epoch_seconds / found.epoch_seconds,
+                made,
+                before / random,
+                random / found.epoch_seconds,
             )
     return list(rows.values())
 
 
-def _dealt(plan: BucketPlan, cost: CostModel, balance: str, seed: int, **run) -> tuple[str, Simulation]:
+def _dealt(plan: BucketPlan, balance: str, cost: CostModel, seed: int, **run) -> tuple[str, Simulation]:
     """The mode that was used, and what it gives."""
     buckets = np.repeat(np.arange(len(plan.buckets)), [bucket.count for bucket in plan.buckets])
     schedule = schedule_epoch(buckets, plan, cost, seed=seed, balance=balance, **run)

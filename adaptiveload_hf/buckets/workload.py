@@ -8,11 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from .cost import CostModel
-from .deal import best_balance, cut_evenly
+from .deal import best_balance, cut_evenly, matched_efficiency, mean_slowest, window_of
 from .shapes import LatentShape
 
-# Micro-batches; shorter epochs are judged by the mean over several orders.
-_SHORT_EPOCH = 1 << 11
+# Micro-batches of an epoch that are laid out to judge it, several times in other orders: of one order, the efficiency
+# may lie on this side or that of the one at which "auto" is content, and the limit would be chosen by luck.
+_EXCERPT = 1 << 13
+_ORDERS = 4
+_LEAST_IN_ALL = 1 << 11
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Workload:
     world_size: int
     gradient_accumulation_steps: int
     m_mem_tokens: int | np.ndarray | None
+    balance: str
 
     @property
     def least_m_mem_tokens(self) -> int | None:
@@ -83,19 +87,25 @@ class Workload:
         return min((above, below), key=lambda seconds: abs(missed(seconds)))
 
     def epoch_seconds(self, batch_sizes: np.ndarray) -> float:
-        """Predicted seconds of an epoch dealt with balance="auto"."""
+        """Predicted seconds of an epoch that is dealt as `balance` says."""
         group = self.world_size * self.gradient_accumulation_steps
         numbers, _ = cut_evenly(self.counts, batch_sizes, self.tokens, self.cost, group)
         small, larger = np.divmod(self.counts, np.maximum(numbers, 1))
         seconds = self.cost.seconds(np.append(small + 1, small), np.append(self.tokens, self.tokens))
         numbers = np.append(larger, numbers - larger)
-        # Each kind of micro-batch in its proportion: large epochs need not be laid out to be judged.
         total = int(numbers.sum())
-        length = min(total, max(1 << 15, 32 * group)) // group * group
+        window = None if self.balance == "auto" else window_of(self.balance)
+        if window is not None and window * self.gradient_accumulation_steps <= 1:
+            return total / self.world_size * mean_slowest(seconds, numbers, self.world_size)
+        # Each kind of micro-batch in its proportion: large epochs need not be laid out to be judged.
+        length = min(total, max(_EXCERPT, 32 * group)) // group * group
         picked = np.diff(np.cumsum(numbers) * length // total, prepend=0)
         excerpt, random = np.repeat(seconds, picked), np.random.default_rng(0)
-        # Of a short epoch one order says little: targets would be told apart by luck.
-        orders = [random.permutation(excerpt) for _ in range(max(1, _SHORT_EPOCH // length))]
-        run = self.world_size, self.gradient_accumulation_steps, total // group
-        found = [best_balance(order, *run)[1] for order in orders]
+        in_all = min(_ORDERS * _EXCERPT, max(_LEAST_IN_ALL, _ORDERS * total))
+        orders = [random.permutation(excerpt) for _ in range(max(1, in_all // length))]
+        run = self.world_size, self.gradient_accumulation_steps
+        if window is None:
+            found = [best_balance(order, *run, total // group)[1] for order in orders]
+        else:
+            found = [matched_efficiency(order, *run, window) for order in orders]
         return float((seconds * numbers).sum() / self.world_size / np.mean(found))

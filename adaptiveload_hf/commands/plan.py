@@ -36,6 +36,7 @@ def plan(
     memory_limit_gib: MemoryLimit = None,
     target_seconds: TargetSeconds = "auto",
     samples_per_step: SamplesPerStep = None,
+    balance: Annotated[str, typer.Option(help="How training will deal: none, step, window:n, auto.")] = "auto",
     policy: Annotated[
         str | None,
         typer.Option(
@@ -57,6 +58,7 @@ def plan(
     made = loaded.plan(
         samples.counts,
         **ranks,
+        balance=balance,
         memory_limit_gib=memory_limit_gib,
         target_seconds=parse_target(target_seconds),
         samples_per_step=samples_per_step,
@@ -73,6 +75,7 @@ def plan(
         say(finding)
     options = [*source_options(dataset, shapes), *rank_options(ranks)]
     options += ["--memory-limit-gib", f"{memory_limit_gib:g}"] if memory_limit_gib is not None else []
+    options += ["--balance", balance] if balance != "auto" else []
     options += ["--revision", revision] if revision is not None else []
     options += ["--samples-per-step", f"{samples_per_step:g}"] if samples_per_step is not None else []
     options += ["--allow-extrapolation"] if allow_extrapolation else []

@@ -171,6 +171,10 @@ def test_the_loader_draws_nothing_from_the_global_generator():
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+def test_the_plan_is_made_for_the_loaders_own_dealing():
+    assert [make(balance=balance).plan.balance for balance in ("none", "window:2")] == ["none", "window:2"]
+
+
 def test_given_batch_sizes_override_the_plan():
     loader = make(batch_sizes={"1x4x6": 3})
     assert loader.plan.batch_size_of("1x4x6") == 3

@@ -143,6 +143,10 @@ def test_wrong_options_are_refused():
             plan(memory_limit_gib=limit)
     with pytest.raises(UserError, match=r"batch_sizes is {shape: B} such as .*, but found \[1\]"):
         plan(batch_sizes=[1])
+    with pytest.raises(
+        UserError, match=r"balance is none, step, window:n \(such as window:8\) or auto, but found 'wide'"
+    ):
+        plan(balance="wide")
     for run in ({"world_size": 0}, {"world_size": 1.5}, {"gradient_accumulation_steps": "2"}):
         with pytest.raises(UserError, match="must be at least 1 and whole, but found"):
             plan(**run)

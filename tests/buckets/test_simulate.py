@@ -118,9 +118,12 @@ def test_every_policy_is_compared_with_every_balance_on_every_number_of_ranks_an
 
 
 def test_what_batch_sizes_bring_and_what_dealing_brings_multiply_to_the_gain(rows):
-    seconds = {row[:4]: row.simulation.epoch_seconds for row in rows}
+    index = np.repeat(np.arange(len(COMPARED)), list(COMPARED.values()))
+    tokens = {row[2:4]: row.simulation.epoch_seconds for row in rows if row[:2] == ("equal_token", "none")}
     for row in rows:
-        token, random = (seconds[(policy, "none", *row[2:4])] for policy in ("equal_token", row.policy))
+        run = {"world_size": row.world_size, "gradient_accumulation_steps": row.gradient_accumulation_steps}
+        token, random = tokens[row[2:4]], simulate(schedule_epoch(index, row.plan, COST, balance="none", **run))
+        random = random.epoch_seconds
         assert row.from_batch_sizes == pytest.approx(token / random)
         assert row.from_dealing == pytest.approx(random / row.simulation.epoch_seconds)
         assert row.gain == pytest.approx(token / row.simulation.epoch_seconds)
@@ -130,6 +133,10 @@ def test_what_batch_sizes_bring_and_what_dealing_brings_multiply_to_the_gain(row
         assert row.from_batch_sizes == 1 or row.policy == "dual"
     assert min(row.from_dealing for row in rows if row.balance == "window:8") > 1.03
     assert max(row.gain for row in rows) == max(row.gain for row in rows if row.policy == "dual")
+
+
+def test_each_row_is_planned_for_its_own_dealing(rows):
+    assert {(row.balance, row.plan.balance) for row in rows} == {(b, b) for b in ("none", "step", "window:8")}
 
 
 def test_a_baseline_that_is_not_shown_still_measures_the_gain():

@@ -16,6 +16,8 @@ from support.prepared import save_config
 from adaptiveload_hf import BucketConfig, LatentShape, TokenGeometry, UserError, fit_cost_model
 from adaptiveload_hf.buckets.cost import read_measurements
 from adaptiveload_hf.buckets.fit import fit_memory_model
+from adaptiveload_hf.buckets.simulate import simulate
+from adaptiveload_hf.commands.arguments import read_samples
 
 COUNTS = {"1x4x4": 9, "2x4x8": 6, "5x4x8": 5}
 ARMS = ("equal_token/none/eager", "equal_token/same_bucket/eager", "dual/step/patched")
@@ -54,6 +56,21 @@ def test_same_bucket_steps_hold_one_bucket_and_every_sample_once(config, world_s
     assert (bucket_of_sample[made.sample_order] == np.repeat(made.bucket, made.sizes)).all()
     assert (made.sizes <= np.array([bucket.batch_size for bucket in plan.buckets])[made.bucket]).all()
     assert made.loss_weight.mean() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("balance", ["none", "step", "window:8", "auto"])
+def test_two_limits_are_chosen_for_the_arms_own_dealing_and_beat_one(balance):
+    measurements, _ = read_measurements(ROOT / "tests" / "data" / "h200_fsdp2_steps.jsonl")
+    law = BucketConfig.from_measurements(measurements, model={}, environment={}, geometry=TokenGeometry())
+    counts = scaled(read_samples(ROOT / "recipes" / "runs" / "mixed_shapes_49_frames.json").counts, 16_000)
+    run = {"m_mem_tokens": 40_560, "world_size": 8, "gradient_accumulation_steps": 4, "seed": 0}
+    arms = [Arm(policy, balance, "eager") for policy in ("equal_token", "equal_time", "dual")]
+    made = {arm.policy: schedule_of(arm, counts, law, **run) for arm in arms}
+    *others, dual = (simulate(schedule).epoch_seconds for _, schedule in made.values())
+    assert dual <= 1.001 * min(others)
+    assert made["dual"][0].balance == balance
+    # Two clips of the longest shape in a batch pay where it meets another such, and cost dearly where it does not.
+    assert made["dual"][0].batch_size_of("13x60x104") == (2 if balance in ("window:8", "auto") else 1)
 
 
 def test_fewer_samples_keep_their_proportions_and_every_shape():

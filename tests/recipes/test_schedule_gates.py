@@ -6,9 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import schedule_gates
-from schedule_gates import ROWS, corpus, gradient_shares, law, measure, missed, schedules
+from schedule_gates import LONGEST, ROWS, corpus, gradient_shares, law, measure, missed, schedules
 
+from adaptiveload_hf.buckets.plan import make_plan
+from adaptiveload_hf.buckets.schedule import schedule_epoch
 from adaptiveload_hf.buckets.shapes import TokenGeometry
+from adaptiveload_hf.buckets.simulate import simulate
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "recipes" / "results" / "schedule_gates.json"
@@ -30,6 +33,21 @@ def test_every_row_reaches_its_floor(row):
 def test_without_dealing_every_row_would_miss_its_floor(row):
     found = measure(row._replace(balance="none"), COUNTS, SEEDS)
     assert "efficiency" in missed(row, found)
+
+
+@pytest.mark.parametrize(("world_size", "accumulation"), [(8, 4), (64, 4), (64, 1)])
+@pytest.mark.parametrize("balance", ["none", "step", "window:8", "auto"])
+def test_no_other_policy_within_memory_is_faster_under_the_same_dealing(world_size, accumulation, balance):
+    index = np.repeat(np.arange(len(COUNTS)), list(COUNTS.values()))
+    run = {"world_size": world_size, "gradient_accumulation_steps": accumulation, "balance": balance}
+
+    def epoch_seconds(policy):
+        # Of these limits the least that equal time stays within too.
+        plan = make_plan(COUNTS, law(), m_mem_tokens=6 * LONGEST, policy=policy, **run)
+        assert max(bucket.batch_size * bucket.tokens for bucket in plan.buckets) <= 6 * LONGEST
+        return simulate(schedule_epoch(index, plan, law(), seed=SEEDS[0], **run)).epoch_seconds
+
+    assert epoch_seconds("dual") <= 1.005 * min(map(epoch_seconds, ("equal_token", "equal_time")))
 
 
 def test_a_lost_sample_is_noticed(monkeypatch):
