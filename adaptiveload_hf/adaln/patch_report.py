@@ -137,7 +137,7 @@ class PatchReport:
         left = [f"{_short(row['class'])}: {reason}" for row in rows for reason in row["left_eager"]]
         text = [f"Fused: {', '.join(fused)}.", "", *_table(lines), "", *_ways(self.backends)]
         if self.extension_missing:
-            text.append(f"CUDA extension missing: {self.extension_missing}")
+            text.append(f"CUDA extension not used: {self.extension_missing}")
         return "\n".join([*text, *(["", "Left eager:"] if left else []), *(f"  {reason}" for reason in left)])
 
 

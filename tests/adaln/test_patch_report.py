@@ -137,7 +137,7 @@ def test_the_report_says_where_each_op_runs_and_why_the_extension_is_missing(mon
     monkeypatch.setattr(patch_module, "extension_missing_reason", lambda: "not built: do this")
     report = patch_model(Mixed())
     assert "\nevery operation: reference on cpu\n" in str(report)
-    assert "CUDA extension missing: not built: do this" in str(report)
+    assert "CUDA extension not used: not built: do this" in str(report)
     assert report.to_dict()["extension_missing"] == "not built: do this"
     assert "every operation: reference\n" in str(patch_model(Mixed(), backend="reference"))
 
@@ -249,7 +249,7 @@ def test_an_extension_for_another_gpu_is_named_when_the_model_is_patched_and_not
     with pytest.raises(UserError) as refused:
         patch_model(Mixed(), backend="cuda")
     extension.device_problem.cache_clear()
-    assert f"CUDA extension missing: {named}TORCH_CUDA_ARCH_LIST=10.0" in str(report)
+    assert f"CUDA extension not used: {named}TORCH_CUDA_ARCH_LIST=10.0" in str(report)
     instead = "triton" if ops.registry.has_triton else "reference"
     assert f"every operation: reference on cpu, {instead} on cuda" in str(report)
     assert named in str(refused.value)
@@ -273,7 +273,7 @@ def test_without_extension_and_triton_the_report_says_that_the_reference_runs_an
         monkeypatch.setattr(ops.registry, "has_triton", triton)
         report = str(patch_model(Mixed(), ops="gate_residual"))
         assert f"gate_residual: reference on cpu, {shown}\n" in report
-        assert "\nCUDA extension missing: not built\n" in report
+        assert "\nCUDA extension not used: not built\n" in report
 
 
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
