@@ -43,7 +43,8 @@ def parse_args(argv=None) -> argparse.Namespace:
 def make_step(accelerator: Accelerator, config: dict, shape: LatentShape):
     """The model, and () -> loss: an optimizer step on one random sample."""
     set_seed(0)
-    model = WanTransformer3DModel.from_config(config)
+    with accelerator.device:  # random weights are made fastest where they are to be
+        model = WanTransformer3DModel.from_config(config)
     patch_model(model)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-5))
     dtype = model_input_dtype(accelerator)
