@@ -34,7 +34,10 @@ class FileRecords:
 
     def __init__(self, path: Path):
         self.path = path
-        self.earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"files": {}, "looks": {}}
+        try:
+            self.earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"files": {}, "looks": {}}
+        except ValueError as error:
+            raise UserError(f"{path} is damaged: {error}. Remove it: all files will be looked into again.") from None
         self.seen, self.now = {"files": {}, "looks": {}}, {"files": {}, "looks": {}}
 
     def content(self, file: Path) -> str:

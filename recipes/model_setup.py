@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from adaptiveload_hf import UserError, patch_model
 from adaptiveload_hf.config import current_environment
-from adaptiveload_hf.distributed import strategy_of
+from adaptiveload_hf.distributed import data_rank_and_size, strategy_of
 
 
 def load_index(args, kind: str) -> dict:
@@ -165,11 +165,18 @@ def gradient_gib(model: torch.nn.Module) -> float:
 
 
 def refuse_unsafe_sharding(accelerator: Accelerator, gradient_checkpointing: bool) -> None:
-    """Names the FSDP settings that fail deep inside the first step, or do the same work twice.
+    """Names the settings that fail deep inside the first step, or do the same work twice.
 
     Raises:
         UserError: naming the setting and the one to use.
     """
+    _, ranks = data_rank_and_size(accelerator)
+    if ranks != accelerator.num_processes:
+        raise UserError(
+            f"the launch configuration's cp_size, sp_size and tp_size make {ranks} data ranks of "
+            f"{accelerator.num_processes} processes, but this recipe splits no sample: the others would do the same "
+            "work again. Set them to 1, or write a loop of your own (docs/loop.md)."
+        )
     if accelerator.distributed_type != DistributedType.FSDP:
         return
     plugin = accelerator.state.fsdp_plugin

@@ -1,5 +1,7 @@
 """Is the model set up as asked, described as it is, and refused where its first step would fail?"""
 
+import types
+
 import pytest
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
@@ -50,6 +52,13 @@ def test_a_run_describes_what_its_seconds_hold_for(small_pipeline):
 def test_fsdp_settings_that_fail_in_the_first_step_are_refused(variables, checkpointing, message):
     with fresh_accelerate(**one_rank(**{**FSDP2, **variables})), pytest.raises(UserError, match=message):
         refuse_unsafe_sharding(make_accelerator(), checkpointing)
+
+
+def test_parallelism_by_which_ranks_would_do_the_same_work_twice_is_refused():
+    parallelism = types.SimpleNamespace(non_data_parallel_size=2)
+    run = types.SimpleNamespace(process_index=0, num_processes=4, parallelism_config=parallelism)
+    with pytest.raises(UserError, match=r"cp_size, sp_size and tp_size make 2 data ranks of 4 processes"):
+        refuse_unsafe_sharding(run, gradient_checkpointing=False)
 
 
 def test_checkpointing_under_a_policy_that_casts_inputs_is_refused_by_name():

@@ -158,3 +158,10 @@ def test_a_new_shard_is_begun_beyond_its_size(root, tmp_path, monkeypatch, tiny_
     assert len(list((tmp_path / "many/shards").iterdir())) > 4
     assert rows_of(load_prepared(tmp_path / "one")) == rows_of(load_prepared(tmp_path / "many"))
     assert prepare_dataset.REPORT in {path.name for path in (tmp_path / "many").iterdir()}
+
+
+def test_records_of_files_that_are_damaged_are_named(tmp_path):
+    path = tmp_path / "prepare_files.json"
+    path.write_text('{"files": {"a')
+    with pytest.raises(UserError, match=r"prepare_files\.json is damaged: .*Remove it: all files will be looked into"):
+        sample_plan.FileRecords(path)
