@@ -133,6 +133,7 @@ def test_compiled_by_inductor_it_is_one_graph_and_right(autocast):
     torch._dynamo.reset()
     dtype = torch.float32 if autocast else torch.bfloat16
     model, inputs = tiny_model("sd35").cuda().to(dtype), on_gpu(tiny_inputs("sd35"), dtype)
+    del model.transformer_blocks[1:]  # the first has both attentions, and Inductor takes most of this test's time
     patch_model(model)
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
         output, gradients = output_and_gradients(model, inputs)
