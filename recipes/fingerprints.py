@@ -33,9 +33,10 @@ class FileRecords:
     """
 
     def __init__(self, path: Path):
-        self.path = path
+        self.path, self.earlier = path, {"files": {}, "looks": {}}
         try:
-            self.earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"files": {}, "looks": {}}
+            if path.exists():
+                self.earlier = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise UserError(f"{path} is damaged: {error}. Remove it: all files will be looked into again.") from None
         self.seen, self.now = {"files": {}, "looks": {}}, {"files": {}, "looks": {}}
