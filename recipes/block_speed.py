@@ -124,7 +124,7 @@ def measure_case(case: Case, rounds: int) -> dict:
 
 
 def measure_whole(rounds: int) -> Iterator[dict]:
-    """30 layers of 1.3B, 256 tokens, checkpointing. Times of the host scatter by a fifth: more rounds than elsewhere."""
+    """30 layers of 1.3B, 256 tokens, checkpointing. The host's times scatter by a fifth, so there are more rounds."""
     say("whole model")
     model, inputs = wan("1.3B", 30), wan_inputs((1, 32, 32))
     model.enable_gradient_checkpointing()
