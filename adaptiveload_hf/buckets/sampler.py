@@ -19,7 +19,7 @@ from .cost import CostModel
 from .plan import BucketPlan
 from .ranks import check_arguments, check_run, check_scheduler, compare_ranks, data_rank_and_size
 from .schedule import EpochSchedule, count_update_steps, schedule_epoch
-from .shapes import BucketIndex, dataset_fingerprint, read_shapes, shape_counts
+from .shapes import BucketIndex, dataset_fingerprint, leave_out_absent, read_shapes, shape_counts
 from .state import check_whole, read_state, register, sealed
 
 
@@ -192,6 +192,7 @@ class BucketDataLoader(DataLoaderStateMixin):
         self.dataset, self.accelerator, self.gradient_state = dataset, accelerator, accelerator.gradient_state
         self.seed, self._on_dataset_change = seed, on_dataset_change
         self.fingerprint = dataset_fingerprint(dataset, index, repeats)
+        index = leave_out_absent(index, repeats)
         self.rank, world_size = data_rank_and_size(accelerator)
         accumulation = accelerator.gradient_accumulation_steps
         run = {"world_size": world_size, "gradient_accumulation_steps": accumulation}

@@ -180,9 +180,25 @@ def _read_column(dataset, name: str):
 
 
 def shape_counts(index: BucketIndex, repeats: np.ndarray | None = None) -> dict[LatentShape, int]:
-    """Number of samples of each shape; with repeats (float [samples]), the expected number in an epoch."""
+    """Number of samples of each shape; with repeats (float [samples]), the expected number in an epoch, 1 for less."""
     counts = np.bincount(index.bucket_of_sample, weights=repeats, minlength=len(index.shapes))
-    return dict(zip(index.shapes, np.rint(counts).astype(np.int64).tolist()))
+    counts = np.where((counts > 0) & (counts < 1), 1, np.rint(counts))
+    return dict(zip(index.shapes, counts.astype(np.int64).tolist()))
+
+
+def leave_out_absent(index: BucketIndex, repeats: np.ndarray | None) -> BucketIndex:
+    """Without the shapes whose samples all have repeats of 0, so that no plan makes room for them.
+
+    Such samples, which never occur, are put into the first bucket.
+    """
+    if repeats is None:
+        return index
+    occur = np.bincount(index.bucket_of_sample, weights=repeats, minlength=len(index.shapes)) > 0
+    if occur.all() or not occur.any():
+        return index
+    place = np.where(occur, np.cumsum(occur) - 1, 0)
+    shapes = tuple(shape for shape, occurs in zip(index.shapes, occur) if occurs)
+    return BucketIndex(shapes, place[index.bucket_of_sample])
 
 
 def check_repeats(repeats, samples: int) -> np.ndarray:

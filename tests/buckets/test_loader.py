@@ -163,6 +163,19 @@ def test_the_number_of_update_steps_is_what_the_epochs_take(repeats):
     assert loader.global_step == planned == loader.num_update_steps(3)
 
 
+@pytest.mark.parametrize("absent", range(len(COUNTS)))
+def test_a_shape_whose_samples_never_occur_is_in_no_plan_and_one_that_hardly_does_counts_as_one(absent):
+    index = mixed_index(COUNTS)
+    rare = (absent + 1) % len(COUNTS)
+    share = np.where(np.arange(len(COUNTS)) == absent, 0.0, np.where(np.arange(len(COUNTS)) == rare, 0.01, 1.0))
+    loader = make(shapes=index, repeats=share[index.bucket_of_sample])
+    shapes = [shape for bucket, shape in enumerate(index.shapes) if bucket != absent]
+    assert list(loader.plan.shapes) == shapes
+    assert [bucket.count for bucket in loader.plan.buckets if bucket.shape == index.shapes[rare]] == [1]
+    for batch in loader:
+        assert {str(index.shapes[index.bucket_of_sample[number]]) for number in batch["number"]} == {batch["bucket"]}
+
+
 def test_the_loader_draws_nothing_from_the_global_generator():
     loader = make(num_workers=1)
     torch.manual_seed(5)
