@@ -138,7 +138,8 @@ def keep(ctx, *tensors: Tensor | None):
     By `save_for_backward` gradient checkpointing would call hooks for each, 28 us of the host's time in all, at a
     Wan block for 21 tensors of 66, 12% of its time.
     """
-    ctx.kept, ctx.versions = tensors, [None if tensor is None else tensor._version for tensor in tensors]
+    ctx.kept = tensors  # tensors of inference mode have no version, and no backward to come
+    ctx.versions = [None if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def kept(ctx) -> tuple[Tensor | None, ...]:
@@ -148,7 +149,7 @@ def kept(ctx) -> tuple[Tensor | None, ...]:
         RuntimeError: a tensor was changed in place since, as autograd says of saved ones.
     """
     for tensor, version in zip(ctx.kept, ctx.versions):
-        if tensor is not None and tensor._version != version:
+        if version is not None and tensor._version != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"a tensor of shape {tuple(tensor.shape)} is at version {tensor._version}; expected version "

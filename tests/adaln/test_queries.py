@@ -58,6 +58,17 @@ def test_a_text_without_tokens_is_attended_to_as_the_stock_processor_does(made_t
     assert made_together
 
 
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
+def test_it_runs_in_inference_mode_with_tables_made_there(lora, made_together):
+    attn = with_lora(make_attention()) if lora else make_attention()
+    with torch.inference_mode():
+        inputs = make_inputs()
+        expected = attn(**inputs)
+        attn.set_processor(AdaptiveLoadAttnProcessor())
+        torch.testing.assert_close(attn(**inputs), expected)
+    assert made_together
+
+
 def kept_for_backward(attn, inputs):
     """The storages, without those of parameters and of row statistics."""
     kept, parameters = {}, {p.data_ptr() for p in attn.parameters()}
