@@ -6,6 +6,7 @@ other devices; `name_triton` runs Triton wherever it is called.
 
 import functools
 import importlib.util
+import operator
 
 import torch
 from torch import Tensor
@@ -106,6 +107,8 @@ def _define_autograd(name: str, save, differentiate, in_triton: bool):
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(differentiate)}
     function = type(f"Differentiable_{name}", (torch.autograd.Function,), methods)
+    # What autograd calls first; two functions of torch would only find `differentiate` by it.
+    function._backward_cls.apply = differentiate
 
     def dispatch(*args):
         return function.apply(*args) if _wants_grad(args) else _below_autograd(op, *args)
@@ -173,10 +176,14 @@ def _below_autograd(op, *args):
         try:
             return op(*args)
         except RuntimeError as error:
-            # The stable ABI has one class of errors. Who handles too little memory waits for torch's.
-            if str(error).startswith("CUDA out of memory") and not isinstance(error, torch.OutOfMemoryError):
-                raise torch.OutOfMemoryError(f"{error} In {op}.") from None
+            _raise_out_of_memory(error, op)
             raise
+
+
+def _raise_out_of_memory(error: RuntimeError, op):
+    """The stable ABI has one class of errors. Who handles too little memory waits for torch's."""
+    if str(error).startswith("CUDA out of memory") and not isinstance(error, torch.OutOfMemoryError):
+        raise torch.OutOfMemoryError(f"{error} In {op}.") from None
 
 
 @functools.cache
@@ -189,27 +196,32 @@ def bits_of(flags: tuple[bool, ...]) -> int:
     return needs
 
 
-def gradients_of(ctx, name: str, count: int, needs: int, *args) -> list[Tensor | None]:
-    """The gradients of an op at their arguments' places, by the formula itself if they will be differentiated."""
+def gradients_of(ctx, name: str, count: int, needs: int, *args) -> tuple[Tensor | None, ...]:
+    """The gradients of an op at their arguments' places, by the formula itself if they will be differentiated.
+
+    As few Python functions as can be: autograd calls this on a thread of its own, whose caches are cold.
+    """
+    op, placed = _backward_of(name, ctx.in_triton, count, needs)
     if torch.is_grad_enabled():
         found = getattr(gradients, name)(*args, needs)
     else:
-        found = _below_autograd(_backward_op(name, ctx.in_triton), *args, needs)
+        with torch._C._AutoDispatchBelowAutograd():
+            try:
+                found = op._op(*args, needs)
+            except RuntimeError as error:
+                _raise_out_of_memory(error, op)
+                raise
     found.append(None)
-    return [found[place] for place in _places(count, needs)]
+    return placed(found)
 
 
 @functools.cache
-def _places(count: int, needs: int) -> tuple[int, ...]:
-    """Where an argument's gradient is among those that were asked for; -1, the last, where it was not."""
+def _backward_of(name: str, in_triton: bool, count: int, needs: int):
+    """A backward op, and what puts each argument's gradient at its place: the last, None, where none was asked for."""
+    op = triton_twin(f"{name}_backward") if in_triton else f"{name}_backward"
     asked = [bit for bit in range(count) if needs >> bit & 1]
-    return tuple(asked.index(bit) if bit in asked else -1 for bit in range(count))
-
-
-@functools.cache
-def _backward_op(name: str, in_triton: bool):
-    op = f"{name}_backward"
-    return getattr(_NAMESPACE, triton_twin(op) if in_triton else op).default
+    places = (asked.index(bit) if bit in asked else -1 for bit in range(count))
+    return getattr(_NAMESPACE, op).default, operator.itemgetter(*places)
 
 
 def empty_gradients(like: Tensor, needs: int, *kinds) -> list[Tensor]:

@@ -76,14 +76,12 @@ def _differentiate_layer_norm_modulate(ctx, grad, _):
     if grad is None:
         return (None,) * 9
     (x, stats, scale), (weight, bias, scale_table) = ctx.saved_tensors, kept(ctx)
-    needs, rows, direct = _split_shift(ctx, bits_of(ctx.needs_input_grad[:7]), 2, x.shape[1])
+    needs, rows, direct = _split_shift(ctx, bits_of(ctx.needs_input_grad), 2, x.shape[1])
     if torch.is_grad_enabled():
         stats = row_statistics(x, ctx.eps, stats.dtype)
     args = (grad, x, stats, scale, weight, bias, scale_table, rows, ctx.shift_dtype)
-    placed = gradients_of(ctx, "layer_norm_modulate", 7, needs, *args)
-    if direct:
-        placed[2] = grad
-    return (*placed, None, None)
+    placed = gradients_of(ctx, "layer_norm_modulate", 9, needs, *args)
+    return (*placed[:2], grad, *placed[3:]) if direct else placed
 
 
 def _rms_norm_modulate(x, scale, shift, weight, eps, scale_offset, weight_offset, out_dtype):
@@ -119,14 +117,12 @@ def _differentiate_rms_norm_modulate(ctx, grad, _):
     if grad is None:
         return (None,) * 8
     (x, rstd, scale), (weight,) = ctx.saved_tensors, kept(ctx)
-    needs, rows, direct = _split_shift(ctx, bits_of(ctx.needs_input_grad[:4]), 2, x.shape[1])
+    needs, rows, direct = _split_shift(ctx, bits_of(ctx.needs_input_grad), 2, x.shape[1])
     if torch.is_grad_enabled():
         rstd = inverse_rms(x, ctx.eps, rstd.dtype)
     args = (grad, x, rstd, scale, weight, *ctx.offsets, rows, ctx.shift_dtype)
-    placed = gradients_of(ctx, "rms_norm_modulate", 4, needs, *args)
-    if direct:
-        placed[2] = grad
-    return (*placed, None, None, None, None)
+    placed = gradients_of(ctx, "rms_norm_modulate", 8, needs, *args)
+    return (*placed[:2], grad, *placed[3:]) if direct else placed
 
 
 def _gate_residual(x, y, gate, gate_table, out_dtype):
@@ -151,22 +147,21 @@ def _save_gate_residual(ctx, inputs, output):
     ctx.y_dtype = y.dtype
 
 
-def _differentiate_gate(ctx, grad, y, gate, gate_table):
-    """Gradients for (x, y, gate, gate_table)."""
-    needs = bits_of(ctx.needs_input_grad[:4]) & ~1
-    placed = [None] * 4
+def _differentiate_gate(ctx, count, grad, y, gate, gate_table):
+    """Gradients for (x, y, gate, gate_table) and None for more arguments, `count` in all."""
     if gate is None and gate_table is None:
-        placed[1] = grad
-    elif needs:
-        placed = gradients_of(ctx, "gate_residual", 4, needs, grad, y, gate, gate_table, ctx.y_dtype)
-    placed[0] = grad
-    return placed
+        return grad, grad, *(None,) * (count - 2)
+    needs = bits_of(ctx.needs_input_grad) & 0b1110
+    if not needs:
+        return grad, *(None,) * (count - 1)
+    found = gradients_of(ctx, "gate_residual", count, needs, grad, y, gate, gate_table, ctx.y_dtype)
+    return grad, *found[1:]
 
 
 def _differentiate_gate_residual(ctx, grad):
     if grad is None:
         return (None,) * 5
-    return (*_differentiate_gate(ctx, grad, *ctx.saved_tensors, *kept(ctx)), None)
+    return _differentiate_gate(ctx, 5, grad, *ctx.saved_tensors, *kept(ctx))
 
 
 def _gate_residual_layer_norm_modulate(
@@ -217,8 +212,8 @@ def _differentiate_gate_residual_layer_norm_modulate(ctx, grad_residual, grad, _
     if grad is None and grad_residual is None:
         return (None,) * 13
     if grad is None:
-        return (*_differentiate_gate(ctx, grad_residual, y, gate, gate_table), *(None,) * 9)
-    needs, rows, direct = _split_shift(ctx, bits_of(ctx.needs_input_grad[:10]), 5, residual.shape[1])
+        return _differentiate_gate(ctx, 13, grad_residual, y, gate, gate_table)
+    needs, rows, direct = _split_shift(ctx, bits_of(ctx.needs_input_grad), 5, residual.shape[1])
     shared = gate is None and gate_table is None and ctx.x_dtype == ctx.y_dtype and needs & 3 == 3
     if shared:
         needs &= ~2
@@ -226,12 +221,10 @@ def _differentiate_gate_residual_layer_norm_modulate(ctx, grad_residual, grad, _
         stats = row_statistics(residual, ctx.eps, stats.dtype)
     forward = (residual, stats, y, gate, gate_table, scale, weight, bias, scale_table)
     args = (grad_residual, grad, *forward, ctx.x_dtype, ctx.y_dtype, rows, ctx.shift_dtype)
-    placed = gradients_of(ctx, "gate_residual_layer_norm_modulate", 10, needs, *args)
+    placed = gradients_of(ctx, "gate_residual_layer_norm_modulate", 13, needs, *args)
     if shared:
-        placed[1] = placed[0]
-    if direct:
-        placed[5] = grad
-    return (*placed, None, None, None)
+        placed = (placed[0], placed[0], *placed[2:])
+    return (*placed[:5], grad, *placed[6:]) if direct else placed
 
 
 def _rms_norm_rope(x, weight, cos, sin, heads, eps):
@@ -265,16 +258,10 @@ def _differentiate_rms_norm_rope(ctx, grad, _):
     if grad is None:
         return (None,) * 6
     (x, rstd, cos, sin), (weight,) = ctx.saved_tensors, kept(ctx)
-    needs = bits_of(ctx.needs_input_grad[:2])
+    needs = bits_of(ctx.needs_input_grad)
     if torch.is_grad_enabled():
         rstd = inverse_rms_of_rope(x, weight, cos, sin, grad.shape[2], ctx.eps)
-    return (
-        *gradients_of(ctx, "rms_norm_rope", 2, needs, grad, x, rstd, weight, cos, sin),
-        None,
-        None,
-        None,
-        None,
-    )
+    return gradients_of(ctx, "rms_norm_rope", 6, needs, grad, x, rstd, weight, cos, sin)
 
 
 define(
