@@ -51,13 +51,15 @@ def make_accelerator(
 
     Raises:
         UserError: K is no number; FSDP is asked for but not active, or is FSDP1; the launcher started another number
-            of processes than the accelerator joins; or batches would be split or dispatched by accelerate.
+            of processes than the accelerator joins, or more than there are GPUs; or accelerate would split or dispatch
+            batches.
     """
     if not isinstance(gradient_accumulation_steps, int) or gradient_accumulation_steps < 1:
         raise UserError(
             f"gradient_accumulation_steps is a whole number from 1 on, but found {gradient_accumulation_steps!r}."
         )
     _check_batch_options(kwargs)
+    _check_gpus(kwargs)
     fsdp_asked = parse_flag_from_env("ACCELERATE_USE_FSDP") or kwargs.get("fsdp_plugin") is not None
     if fsdp_asked:
         _enter_cpu_fsdp()
@@ -168,6 +170,16 @@ def _check_batch_options(kwargs: dict) -> None:
                 f"micro-batches of different shapes need {name}=False, but it is True: accelerate would cut them or "
                 f"send them from the main process, and ranks would lose samples or hang. Leave {name} out."
             )
+
+
+def _check_gpus(kwargs: dict) -> None:
+    """Refuses more processes than GPUs: accelerate puts two on one, and NCCL fails deep in the first collective."""
+    processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if 0 < gpus < processes and not (kwargs.get("cpu") or parse_flag_from_env("ACCELERATE_USE_CPU")):
+        raise UserError(
+            f"the launcher started {processes} processes on this machine, but it has {gpus} GPU{'s' * (gpus > 1)}. "
+            "Start one for each GPU: `accelerate launch --num_processes N` (of all machines together)."
+        )
 
 
 def _check_fsdp_version(plugin: FullyShardedDataParallelPlugin) -> None:

@@ -72,6 +72,13 @@ def test_options_that_would_cut_or_send_micro_batches_are_refused(name):
         make_accelerator(dataloader_config=DataLoaderConfiguration(**{name: True}))
 
 
+def test_more_processes_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with pytest.raises(UserError, match=r"started 8 processes on this machine, but it has 2 GPUs\. .*--num_processes"):
+        make_accelerator()
+
+
 def test_fsdp_asked_for_by_a_plugin_is_checked_alike():
     with pytest.raises(UserError, match="asks for FSDP, but accelerate found NO"):
         make_accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
