@@ -1,6 +1,7 @@
 """How does a run leave checkpoints that a kill cannot spoil, and find the one to go on from?"""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -269,10 +270,17 @@ def keep_metrics_until(path: Path, step: int) -> None:
     """Drops the lines of steps that are about to be done again, so that each step has one line."""
     if not path.exists():
         return
-    lines = path.read_text().splitlines(keepends=True)
-    # One that was cut short, by a full disk say, holds no step.
-    kept = [line for line in lines if line.endswith("}\n") and json.loads(line)["step"] <= step]
+    lines = path.read_text(errors="replace").splitlines(keepends=True)
+    kept = [line for line in lines if _step_of(line) <= step]
     if len(kept) < len(lines):
         partial = path.with_suffix(".partial")
         partial.write_text("".join(kept))
         os.replace(partial, path)
+
+
+def _step_of(line: str) -> float:
+    """Of a line of metrics.jsonl; infinity where it is damaged, cut short by a full disk say."""
+    try:
+        return int(json.loads(line)["step"]) if line.endswith("\n") else math.inf
+    except (ValueError, KeyError, TypeError):
+        return math.inf

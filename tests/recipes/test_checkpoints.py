@@ -127,9 +127,10 @@ def test_an_output_dir_that_is_a_file_is_named(setup, tmp_path):
         train_here(setup, tmp_path / "file")
 
 
-def test_a_line_of_metrics_that_was_cut_short_is_dropped(tmp_path):
+def test_a_line_of_metrics_that_was_cut_short_or_damaged_is_dropped(tmp_path):
     lines = [json.dumps({"step": step, "samples": {}}) + "\n" for step in range(1, 5)]
     path = tmp_path / "metrics.jsonl"
-    path.write_text(lines[0] + lines[1][:9] + "\n" + lines[1] + lines[2] + lines[3])
+    damaged = lines[1][:9] + "\n" + lines[1][:-2] + "\n" + "\0\0}\n"
+    path.write_text(lines[0] + damaged + lines[1] + lines[2] + lines[3])
     keep_metrics_until(path, 3)
     assert path.read_text() == lines[0] + lines[1] + lines[2]
