@@ -14,7 +14,8 @@ from tqdm import tqdm
 
 from adaptiveload_hf.errors import UserError
 
-LOOKED_AT_ONCE = 1000  # files of a process; then what was seen is kept
+LOOKED_AT_ONCE = 1000  # files of a process
+KEPT_FROM = 0.1  # once so large a part of what was seen is new, it is kept: all of it is written each time
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def look_through(
         footage = records.footage(root / file, content, fps, longest)
         return Seen(file, content, records.stamp_of(root / file), footage)
 
-    files, seen = list(listing.captions), []
+    files, seen, kept = list(listing.captions), [], 0
     progress = tqdm(
         total=len(files), desc="looking through files", unit="file", disable=not accelerator.is_main_process
     )
@@ -65,8 +66,10 @@ def look_through(
         seen += [found for good, _, _ in everyone for found in good]
         listing.refused += [entry for _, refused, _ in everyone for entry in refused]
         records.take([drained for _, _, drained in everyone])
-        if accelerator.is_main_process:
+        looked_at = first + len(chunk)
+        if accelerator.is_main_process and looked_at - kept >= KEPT_FROM * looked_at:
             records.save(finished=False)
+            kept = looked_at
     progress.close()
     order = {file: number for number, file in enumerate(files)}
     return sorted(seen, key=lambda found: order[found.file])

@@ -6,6 +6,9 @@ import resource
 import signal
 import subprocess
 import time
+from fractions import Fraction
+from itertools import pairwise
+from types import SimpleNamespace
 
 import prepare_dataset
 import prepared_shards
@@ -129,6 +132,22 @@ def test_looking_through_is_kept_even_if_it_does_not_end(root, tmp_path, monkeyp
             run(monkeypatch, root, tmp_path / "out", tiny_pipeline)
     records = sample_plan.FileRecords(tmp_path / "out/prepare_files.json")
     assert len(records.earlier["files"]) == 6
+
+
+def test_what_was_seen_of_many_files_is_not_written_anew_for_every_few_of_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(sample_plan, "LOOKED_AT_ONCE", 1)
+    monkeypatch.setattr(sample_plan, "gather", lambda _, found: [found])
+    kept = []
+    monkeypatch.setattr(sample_plan.FileRecords, "save", lambda self, finished: kept.append(len(self.seen["files"])))
+    listing = sample_plan.Listing()
+    for number in range(200):
+        Image.new("L", (2, 2)).save(tmp_path / f"{number}.png")
+        listing.captions[f"{number}.png"] = ""
+    alone = SimpleNamespace(num_processes=1, process_index=0, is_main_process=True)
+    records = sample_plan.FileRecords(tmp_path / "records.json")
+    assert len(sample_plan.look_through(alone, tmp_path, listing, Fraction(16), 1, records)) == 200
+    assert kept[:10] == list(range(1, 11)) and len(kept) < 50
+    assert all(later - earlier <= 0.1 * later + 1 for earlier, later in pairwise([*kept, 200]))
 
 
 @pytest.mark.parametrize("damage", ["removed", "cut short"])
