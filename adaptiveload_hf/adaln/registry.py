@@ -136,10 +136,11 @@ def run(name: str, in_triton: bool, *args):
 
 
 def keep(ctx, *tensors: Tensor | None):
-    """Keep arguments of an autograd function that stay alive anyway (parameters) for its backward: `kept(ctx)`.
+    """Keep arguments of an autograd function for its backward, `kept(ctx)`: those that stay alive anyway (parameters)
+    or are small.
 
-    By `save_for_backward` gradient checkpointing would call hooks for each, 28 us of the host's time in all, at a
-    Wan block for 21 tensors of 66, 12% of its time.
+    For what `save_for_backward` is given, gradient checkpointing calls three hooks, 28 us of the host's time each: of
+    66 saved tensors of a Wan block 28 are kept here instead, a sixth of that time.
     """
     ctx.kept = tensors  # tensors of inference mode have no version, and no backward to come
     ctx.versions = [None if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]

@@ -44,6 +44,15 @@ def _split_shift(ctx, needs: int, shift_bit: int, tokens: int) -> tuple[int, int
     return needs, ctx.shift_rows, False
 
 
+def _apart(modulation: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """(rows of tokens, the row of a sample): the first is saved; the second, small beside x, is for `keep`."""
+    return (modulation, None) if modulation is not None and modulation.shape[1] > 1 else (None, modulation)
+
+
+def _either(rows: Tensor | None, row: Tensor | None) -> Tensor | None:
+    return row if rows is None else rows
+
+
 def _layer_norm_modulate(x, scale, shift, weight, bias, scale_table, shift_table, eps, out_dtype):
     operands = (x, scale, shift, weight, bias, scale_table, shift_table)
     stats = row_statistics(x, eps, compute_dtype(*operands))
@@ -66,8 +75,9 @@ def _save_layer_norm_modulate(ctx, inputs, output):
     _, stats = output
     ctx.mark_non_differentiable(stats)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, stats, scale)
-    keep(ctx, weight, bias, scale_table)
+    rows, row = _apart(scale)
+    ctx.save_for_backward(x, stats, rows)
+    keep(ctx, row, weight, bias, scale_table)
     ctx.eps = eps
     _save_shift(ctx, x, shift)
 
@@ -75,7 +85,8 @@ def _save_layer_norm_modulate(ctx, inputs, output):
 def _differentiate_layer_norm_modulate(ctx, grad, _):
     if grad is None:
         return (None,) * 9
-    (x, stats, scale), (weight, bias, scale_table) = ctx.saved_tensors, kept(ctx)
+    (x, stats, scale), (row, weight, bias, scale_table) = ctx.saved_tensors, kept(ctx)
+    scale = _either(scale, row)
     needs, rows, direct = _split_shift(ctx, bits_of(ctx.needs_input_grad), 2, x.shape[1])
     if torch.is_grad_enabled():
         stats = row_statistics(x, ctx.eps, stats.dtype)
@@ -107,8 +118,9 @@ def _save_rms_norm_modulate(ctx, inputs, output):
     _, rstd = output
     ctx.mark_non_differentiable(rstd)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, rstd, scale)
-    keep(ctx, weight)
+    rows, row = _apart(scale)
+    ctx.save_for_backward(x, rstd, rows)
+    keep(ctx, row, weight)
     ctx.eps, ctx.offsets = eps, (scale_offset, weight_offset)
     _save_shift(ctx, x, shift)
 
@@ -116,7 +128,8 @@ def _save_rms_norm_modulate(ctx, inputs, output):
 def _differentiate_rms_norm_modulate(ctx, grad, _):
     if grad is None:
         return (None,) * 8
-    (x, rstd, scale), (weight,) = ctx.saved_tensors, kept(ctx)
+    (x, rstd, scale), (row, weight) = ctx.saved_tensors, kept(ctx)
+    scale = _either(scale, row)
     needs, rows, direct = _split_shift(ctx, bits_of(ctx.needs_input_grad), 2, x.shape[1])
     if torch.is_grad_enabled():
         rstd = inverse_rms(x, ctx.eps, rstd.dtype)
@@ -141,9 +154,10 @@ def _fake_gate_residual_backward(grad, y, gate, gate_table, y_dtype, needs):
 def _save_gate_residual(ctx, inputs, output):
     _, y, gate, gate_table, _ = inputs
     ctx.set_materialize_grads(False)
+    rows, row = _apart(gate)
     # With a frozen gate (LoRA) y would be kept for nothing: 2 bytes an element that eager would not keep either.
-    ctx.save_for_backward(y if any(ctx.needs_input_grad[2:4]) else None, gate)
-    keep(ctx, gate_table)
+    ctx.save_for_backward(y if any(ctx.needs_input_grad[2:4]) else None, rows)
+    keep(ctx, row, gate_table)
     ctx.y_dtype = y.dtype
 
 
@@ -161,7 +175,8 @@ def _differentiate_gate(ctx, count, grad, y, gate, gate_table):
 def _differentiate_gate_residual(ctx, grad):
     if grad is None:
         return (None,) * 5
-    return _differentiate_gate(ctx, 5, grad, *ctx.saved_tensors, *kept(ctx))
+    (y, gate), (row, gate_table) = ctx.saved_tensors, kept(ctx)
+    return _differentiate_gate(ctx, 5, grad, y, _either(gate, row), gate_table)
 
 
 def _gate_residual_layer_norm_modulate(
@@ -200,15 +215,17 @@ def _save_gate_residual_layer_norm_modulate(ctx, inputs, output):
     ctx.mark_non_differentiable(stats)
     ctx.set_materialize_grads(False)
     y_kept = y if any(ctx.needs_input_grad[2:4]) else None
-    ctx.save_for_backward(residual, stats, y_kept, gate, scale)
-    keep(ctx, gate_table, weight, bias, scale_table)
+    (gates, gate), (scales, scale) = _apart(gate), _apart(scale)
+    ctx.save_for_backward(residual, stats, y_kept, gates, scales)
+    keep(ctx, gate, scale, gate_table, weight, bias, scale_table)
     ctx.eps, ctx.x_dtype, ctx.y_dtype = eps, x.dtype, y.dtype
     _save_shift(ctx, x, shift)
 
 
 def _differentiate_gate_residual_layer_norm_modulate(ctx, grad_residual, grad, _):
-    residual, stats, y, gate, scale = ctx.saved_tensors
-    gate_table, weight, bias, scale_table = kept(ctx)
+    residual, stats, y, gates, scales = ctx.saved_tensors
+    gate, scale, gate_table, weight, bias, scale_table = kept(ctx)
+    gate, scale = _either(gates, gate), _either(scales, scale)
     if grad is None and grad_residual is None:
         return (None,) * 13
     if grad is None:

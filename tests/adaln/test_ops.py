@@ -225,6 +225,9 @@ def saved_bytes(function, beside=()):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = function()
+    for tensor in getattr((out if isinstance(out, torch.Tensor) else out[0]).grad_fn, "kept", ()):
+        if tensor is not None:
+            pack(tensor)
     owned = {tensor.untyped_storage().data_ptr() for tensor in beside}
     return sum(size for storage, size in kept.items() if storage not in owned), out
 
@@ -236,11 +239,11 @@ def test_norm_keeps_x_and_eight_bytes_a_row_and_the_scale():
     assert kept == x.nbytes + 2 * 32 * 8 + scale.nbytes
 
 
-def test_rms_norm_keeps_x_four_bytes_a_row_and_the_scale():
+def test_rms_norm_keeps_x_and_four_bytes_a_row_and_the_factors():
     x, weight = make_x(2, 32, 512, torch.bfloat16, "cpu"), make_columns(512, "cpu")
     scale, shift = (torch.randn(2, 1, 512, requires_grad=True) for _ in range(2))
     kept, _ = saved_bytes(lambda: ops.rms_norm_modulate(x, scale, shift, weight=weight, out_dtype=torch.bfloat16))
-    assert kept == x.nbytes + 2 * 32 * 4 + scale.nbytes
+    assert kept == x.nbytes + 2 * 32 * 4 + scale.nbytes + weight.nbytes
 
 
 def test_the_norm_of_a_wan_block_makes_a_fifth_of_the_bytes_that_eager_makes():
@@ -277,6 +280,16 @@ def test_gate_and_norm_in_one_keep_one_activation_when_the_gate_is_frozen():
     dtypes = {"residual_dtype": torch.bfloat16, "out_dtype": torch.bfloat16}
     kept, (residual, _) = saved_bytes(lambda: ops.gate_residual_layer_norm_modulate(x, y, gate, scale, **dtypes))
     assert kept == residual.nbytes + 2 * 32 * 8 + gate.nbytes + scale.nbytes
+
+
+@pytest.mark.parametrize("rows", [1, 32])
+def test_hooks_on_saved_tensors_see_only_what_grows_with_the_tokens(rows):
+    x, y = make_x(2, 32, 512, torch.bfloat16, "cpu"), make_x(2, 32, 512, torch.bfloat16, "cpu")
+    gate, scale = torch.randn(2, rows, 512), torch.randn(2, rows, 512)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+        ops.gate_residual_layer_norm_modulate(x, y, gate, scale, weight=make_columns(512, "cpu"))
+    assert saved == [x.shape, (2, 32, 2)] + [gate.shape, scale.shape] * (rows > 1)
 
 
 @pytest.mark.parametrize("frozen", [(1, 2), (0,), (0, 1), (2,)])
