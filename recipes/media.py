@@ -126,7 +126,7 @@ def frames_at(times: list[Fraction], fps: Fraction) -> list[int]:
     return [bisect.bisect_right(times, times[0] + k / fps + TIME_TOLERANCE) - 1 for k in range(count)]
 
 
-def choose_bucket(footage: Footage, buckets: list[Bucket]) -> Bucket:
+def choose_bucket(footage: Footage, buckets: list[Bucket], fps: Fraction) -> Bucket:
     """The bucket of a file: the longest that it fills, then the nearest aspect ratio, then the largest size in it.
 
     A clip never goes to a bucket of one frame, nor a still to one of several. Of equal aspect ratios the largest
@@ -135,6 +135,7 @@ def choose_bucket(footage: Footage, buckets: list[Bucket]) -> Bucket:
     Args:
         footage: of the file.
         buckets: all there are.
+        fps: frames a second that the footage was looked at with, for the message.
 
     Returns:
         One of `buckets`.
@@ -153,7 +154,9 @@ def choose_bucket(footage: Footage, buckets: list[Bucket]) -> Bucket:
     fitting = [bucket for bucket in kind if bucket.frames <= frames]
     if not fitting:
         shortest = min(bucket.frames for bucket in kind)
-        raise UserError(f"too short: {frames} frames at this fps, and the shortest bucket of clips has {shortest}")
+        raise UserError(
+            f"too short: {frames} frames at --fps {float(fps):g}, and the shortest bucket of clips has {shortest}"
+        )
     longest = max(bucket.frames for bucket in fitting)
     aspect, area = footage.shown_width / footage.shown_height, footage.shown_width * footage.shown_height
 

@@ -195,7 +195,7 @@ def encode_dataset(args, accelerator, family: Family, fps: Fraction, buckets: li
         folder = pipeline_folder(args.pretrained_model_name_or_path, family)
     plan = None
     if accelerator.is_main_process:
-        plan = make_plan(args, family, folder, partial(plan_samples, seen, listing, buckets), records, listing)
+        plan = make_plan(args, family, folder, partial(plan_samples, seen, listing, buckets, fps), records, listing)
     media, captions = on_main(accelerator, lambda: (plan.media, plan.captions))
 
     def load_texts():

@@ -76,13 +76,13 @@ def look_through(
 
 
 def plan_samples(
-    seen: list[Seen], listing: Listing, buckets: list[Bucket], media_key: str, text_key: str
+    seen: list[Seen], listing: Listing, buckets: list[Bucket], fps: Fraction, media_key: str, text_key: str
 ) -> list[Planned]:
     """Chooses the bucket of every file; what fits none is refused in the listing."""
     planned = []
     for found in seen:
         try:
-            bucket = choose_bucket(found.footage, buckets)
+            bucket = choose_bucket(found.footage, buckets, fps)
         except UserError as error:
             listing.refuse(found.file, str(error))
             continue

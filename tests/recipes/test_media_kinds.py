@@ -251,23 +251,23 @@ def footage_of(frames, height, width, moving=True):
 
 def test_the_longest_bucket_that_a_clip_fills_comes_before_its_aspect_ratio():
     buckets = [media.Bucket(*size) for size in [(1, 64, 96), (5, 64, 96), (5, 96, 64), (9, 64, 64), (17, 64, 96)]]
-    assert media.choose_bucket(footage_of(16, 64, 96), buckets) == media.Bucket(9, 64, 64)
-    assert media.choose_bucket(footage_of(8, 640, 950), buckets) == media.Bucket(5, 64, 96)
-    assert media.choose_bucket(footage_of(8, 95, 60), buckets) == media.Bucket(5, 96, 64)
-    assert media.choose_bucket(footage_of(1, 640, 480, moving=False), buckets) == media.Bucket(1, 64, 96)
+    assert media.choose_bucket(footage_of(16, 64, 96), buckets, 16) == media.Bucket(9, 64, 64)
+    assert media.choose_bucket(footage_of(8, 640, 950), buckets, 16) == media.Bucket(5, 64, 96)
+    assert media.choose_bucket(footage_of(8, 95, 60), buckets, 16) == media.Bucket(5, 96, 64)
+    assert media.choose_bucket(footage_of(1, 640, 480, moving=False), buckets, 16) == media.Bucket(1, 64, 96)
 
 
 def test_of_equal_aspect_ratios_the_largest_that_needs_no_enlarging_is_taken():
     buckets = [media.Bucket(1, 64 * k, 96 * k) for k in (2, 1, 4)]
-    assert media.choose_bucket(footage_of(1, 200, 300, moving=False), buckets) == buckets[0]
-    assert media.choose_bucket(footage_of(1, 32, 48, moving=False), buckets) == buckets[1]
+    assert media.choose_bucket(footage_of(1, 200, 300, moving=False), buckets, 16) == buckets[0]
+    assert media.choose_bucket(footage_of(1, 32, 48, moving=False), buckets, 16) == buckets[1]
 
 
 def test_a_clip_is_no_still_and_a_still_no_clip():
     stills, clips = [media.Bucket(1, 64, 64)], [media.Bucket(5, 64, 64), media.Bucket(9, 64, 64)]
-    with pytest.raises(UserError, match="too short: 4 frames at this fps, and the shortest bucket of clips has 5"):
-        media.choose_bucket(footage_of(4, 64, 64), clips + stills)
+    with pytest.raises(UserError, match="too short: 4 frames at --fps 16, and the shortest bucket of clips has 5"):
+        media.choose_bucket(footage_of(4, 64, 64), clips + stills, 16)
     with pytest.raises(UserError, match="it is a clip, but no bucket has more than one frame"):
-        media.choose_bucket(footage_of(4, 64, 64), stills)
+        media.choose_bucket(footage_of(4, 64, 64), stills, 16)
     with pytest.raises(UserError, match="it is a still, but no bucket has one frame"):
-        media.choose_bucket(footage_of(1, 64, 64, moving=False), clips)
+        media.choose_bucket(footage_of(1, 64, 64, moving=False), clips, 16)

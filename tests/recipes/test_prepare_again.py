@@ -156,7 +156,7 @@ def test_other_buckets_fps_and_weights_redo_what_they_change(preparing):
         encoded=["a.mp4"],
         kept=3,
         redone={"a.mp4": "changed: its frames at this fps"},
-        removed={"sub/a.mp4": "too short: 3 frames at this fps, and the shortest bucket of clips has 5"},
+        removed={"sub/a.mp4": "too short: 3 frames at --fps 8, and the shortest bucket of clips has 5"},
     )
     train_a_little(preparing.pipeline / "vae/diffusion_pytorch_model.safetensors")
     files = EVERYTHING[:-1]

@@ -134,7 +134,7 @@ def test_the_good_samples_of_a_bad_folder_are_kept_and_all_else_is_listed_before
         "no_row.png": "metadata.jsonl has no row for it",
         "empty.mp4": "it is empty (0 bytes)",
         "broken_link.png": "it cannot be read: No such file or directory",
-        "sub/a.mp4": "too short: 3 frames at this fps, and the shortest bucket of clips has 5",
+        "sub/a.mp4": "too short: 3 frames at --fps 16, and the shortest bucket of clips has 5",
         "cut.mp4": refused["cut.mp4"],
     }
     assert refused["cut.mp4"].startswith("FFmpeg cannot decode it")
@@ -262,7 +262,7 @@ def test_the_demo_files_are_the_same_each_time_and_fill_every_bucket_they_were_m
     listing = list_samples(tmp_path / "clips")
     buckets = [media.Bucket(*size) for size in DEMO_SAMPLES]
     chosen = Counter(
-        media.choose_bucket(media.look(tmp_path / "clips" / file, Fraction(16), 33), buckets)
+        media.choose_bucket(media.look(tmp_path / "clips" / file, Fraction(16), 33), buckets, 16)
         for file in listing.captions
     )
     assert chosen == DEMO_SAMPLES

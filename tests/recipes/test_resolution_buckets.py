@@ -45,10 +45,10 @@ def test_buckets_are_legal_no_larger_than_asked_and_fit_every_file_that_is_long_
         assert bucket.frames <= 81 and bucket.height * bucket.width <= 480 * 832
     for seen in files:
         if not seen.moving or (grid is not SD3 and len(seen.source_frames) >= 5):
-            choose_bucket(seen, buckets)
+            choose_bucket(seen, buckets, 16)
         else:
             with pytest.raises(UserError):
-                choose_bucket(seen, buckets)
+                choose_bucket(seen, buckets, 16)
 
 
 @settings(deadline=None)
