@@ -202,6 +202,10 @@ def test_a_law_of_the_same_gpus_says_what_two_ranks_took_and_needed(kernels, nam
         busy = seconds.mean(1).sum() / seconds.max(1).sum()
         assert busy == pytest.approx(arm["measured_balance_efficiency"], abs=0.05)
         assert memory.gib(sizes, tokens).max() == pytest.approx(arm["peak_gib"], rel=0.005)
+        # docs/results.md: what every arm missed alike is the other GPUs, not something that the law lacks.
+        even = (seconds.min(1) > 0.99 * seconds.max(1)) & (seconds.max(1) > 1.15 * cost.floor)
+        missed = seconds.max(1)[even].sum() / np.diff(np.mean(arm["starts"], axis=0))[even].sum() - 1
+        assert 0.036 <= missed <= 0.0385
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
