@@ -33,7 +33,7 @@ from block_cases import CONTENDERS, Case, add_lora, contenders, family_cases, wa
 from adaptiveload_hf import UserError
 from adaptiveload_hf.errors import exit_on_user_error
 
-LEAST_SECONDS = 0.3  # of the steps of one round
+LEAST_SECONDS = 0.2  # of the steps of one round
 WITHOUT_COMPILE = ("eager", "patched")
 SHORT = 48_000  # tokens at which eager's memory is the budget
 
@@ -128,7 +128,7 @@ def measure_whole(rounds: int) -> Iterator[dict]:
     say("whole model")
     model, inputs = wan("1.3B", 30), wan_inputs((1, 32, 32))
     model.enable_gradient_checkpointing()
-    row = {"model": "Wan 1.3B, 30 layers", "tokens": 256, "training": "full, checkpointing", "rounds": 5 * rounds}
+    row = {"model": "Wan 1.3B, 30 layers", "tokens": 256, "training": "full, checkpointing", "rounds": 3 * rounds}
     row |= compare(contenders(model, WITHOUT_COMPILE), inputs, row["rounds"])
     clean_up()
     yield row
