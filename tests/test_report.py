@@ -209,5 +209,5 @@ def test_metrics_without_a_usable_line_are_an_error(tmp_path):
 
 def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr("adaptiveload_hf.figures.can_draw", lambda: False)
-    with pytest.raises(UserError, match=r"pip install adaptiveload_hf\[recipes\]"):
+    with pytest.raises(UserError, match=r"Pictures need matplotlib.*pip install matplotlib"):
         write_report(tmp_path / "report.html", None, COUNTS, **RANKS)
