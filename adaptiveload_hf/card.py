@@ -49,7 +49,8 @@ def write_card(config, folder, repo_id):
         laws = {"power_law": config.power_law, config.cost_model.kind: config.cost_model}
         (folder / PICTURE_FILE).write_bytes(fit_png(config.measurements, laws, config.cost_model.kind))
         files.append(PICTURE_FILE)
-    (folder / CARD_FILE).write_text(_card(config, repo_id, PICTURE_FILE in files), encoding="utf-8")
+    card = _card(config, repo_id, PICTURE_FILE in files)
+    (folder / CARD_FILE).write_text(card, encoding="utf-8", errors="backslashreplace")  # json can name half characters
     return files
 
 

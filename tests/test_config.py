@@ -248,8 +248,9 @@ def test_the_card_has_tags_tables_picture_and_use(config, folder):
 
 def test_words_of_others_cannot_break_the_card(tmp_path, monkeypatch):
     monkeypatch.setattr("adaptiveload_hf.card.can_draw", lambda: False)
-    make_config(environment={"gpu": "a | b\n# <script>"}).save_pretrained(tmp_path)
+    make_config(environment={"gpu": "a | b\n# <script>", "node": "half \ud800"}).save_pretrained(tmp_path)
     assert "| gpu | a \\| b # &lt;script> |" in (tmp_path / "README.md").read_text()
+    assert "| node | half \\ud800 |" in (tmp_path / "README.md").read_text()
 
 
 def test_the_card_goes_without_a_picture_where_matplotlib_is_missing(config, tmp_path, monkeypatch):

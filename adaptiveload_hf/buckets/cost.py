@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import UserError
 from .shapes import LatentShape
 
-_LARGEST = 1e12  # of what is measured; infinity and NaN are not below it
+_LARGEST = 1e12  # of what is measured
 _SHORTEST = 1e-15  # seconds of a step; ratios of shorter ones would leave the range of float64
 _MOST_SAMPLES = (1 << 31) - 1  # of a micro-batch, also in a bucket config
 _MOST_TOKENS = 1 << 53  # where memory does not grow; whole in float64
@@ -69,7 +69,7 @@ class Measurement:
                 "tokens and batch_size must be whole numbers, seconds, GiB and rank_seconds numbers, oom true or "
                 f"false, but found {values}"
             )
-        possible = min(counts) >= 1 and max(counts) < 1 << 31 and min(numbers) >= 0 and max(numbers) <= _LARGEST
+        possible = all(1 <= n < 1 << 31 for n in counts) and all(0 <= n <= _LARGEST for n in numbers)  # NaN is neither
         if not possible or (measurement.seconds <= 0 and not measurement.oom):
             raise UserError(
                 "tokens and batch_size must be at least 1, seconds above 0, peak_gib and reserved_gib at least 0, "

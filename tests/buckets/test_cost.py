@@ -265,6 +265,8 @@ def test_a_measurement_survives_its_line():
         '{"shape": "1x8x8", "tokens": 16, "batch_size": 1, "seconds": 1e300, "peak_gib": 0.0}',
         '{"shape": "1x8x8", "tokens": 16, "batch_size": 1, "seconds": 1.0, "peak_gib": 0.0, "oom": "yes"}',
         '{"shape": "1x8x8", "tokens": 16, "batch_size": 1, "seconds": 1.0, "peak_gib": 0.0, "rank_seconds": "ab"}',
+        '{"shape": "1x8x8", "tokens": 16, "batch_size": 1, "seconds": 1.0, "peak_gib": NaN}',
+        '{"shape": "1x8x8", "tokens": 16, "batch_size": 1, "seconds": 1.0, "peak_gib": 0.0, "rank_seconds": [1, NaN]}',
         '{"shape": "8x8", "tokens": 16, "batch_size": 1, "seconds": 1.0, "peak_gib": 0.0}',
     ],
 )
