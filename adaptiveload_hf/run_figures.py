@@ -53,7 +53,8 @@ def _draw_panel(axis, records, keys):
             axis.plot(*found, color=PAPER, linewidth=1.2, label=words)
     if has_mean:
         window = len(values) // 8
-        mean = np.convolve(values, np.full(window, 1 / window), mode="valid")
+        sums = np.cumsum([0, *values])
+        mean = (sums[window:] - sums[:-window]) / window
         axis.plot(steps[window - 1 :], mean, color=USED, linewidth=2, label=f"mean of the last {window} steps")
     if first == "seconds":
         waited = _series(records, "data_wait_seconds")
