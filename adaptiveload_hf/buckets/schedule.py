@@ -42,9 +42,9 @@ class EpochSchedule:
     gradient_accumulation_steps: int
     first_micro_step: int = 0
 
-    @property
+    @cached_property
     def sizes(self) -> np.ndarray:
-        """B of each micro-batch, int64 [micro_steps*W]."""
+        """B of each micro-batch, int64 [micro_steps*W]. Kept, since a monitor asks at every step."""
         return np.diff(self.offsets)
 
     @property
