@@ -48,8 +48,11 @@ class FileRecords:
         try:
             now = stamp(file)
             if record is None or record[1:] != now:
-                with open(file, "rb") as stream:
-                    record = [hashlib.file_digest(stream, "sha256").hexdigest()[:32], *now]
+                sha256 = hashlib.sha256()
+                with open(file, "rb", buffering=0) as stream:
+                    while piece := stream.read(1 << 20):
+                        sha256.update(piece)
+                record = [sha256.hexdigest()[:32], *now]
         except OSError as error:
             raise UserError(f"it cannot be read: {error.strerror}") from error
         self.now["files"][key] = record

@@ -15,7 +15,6 @@ import resource
 import shlex
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -70,8 +69,8 @@ def main():
     rows = []
     print("   samples   plan s  schedule s  ns/sample  next batch us  peak GiB")
     for samples in args.samples:
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-            runs = list(pool.map(measure, [samples] * args.repeats))
+        with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+            runs = pool.map(measure, [samples] * args.repeats, chunksize=1)
         best = fastest(runs)
         rows.append({**best, "runs": runs})
         print(
