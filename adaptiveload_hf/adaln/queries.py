@@ -89,15 +89,17 @@ class _QueriesKeysValues(torch.autograd.Function):
         turned_q, rstd_q = _normed(settings, q, norm_q, cos, sin, 0)
         turned_k, rstd_k = _normed(settings, k, norm_k, cos, sin, 1)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, text, q, k, rstd_q, rstd_k, h_q, h_k, h_v)
-        keep(ctx, cos, sin, norm_q, norm_k, *tensors)  # cos and sin belong to the model, not to its blocks
+        # Sin belongs to the model, not to its blocks. So does cos, but by what is saved checkpointing sees that tables
+        # have another dtype when it recomputes, as under FSDP2 that casts inputs before torch 2.12.
+        ctx.save_for_backward(x, text, cos, q, k, rstd_q, rstd_k, h_q, h_k, h_v)
+        keep(ctx, sin, norm_q, norm_k, *tensors)
         ctx.settings, ctx.in_triton = settings, settings.in_triton
         return turned_q, turned_k, _by_head(settings, v)
 
     @staticmethod
     def backward(ctx, grad_q, grad_k, grad_v):
-        x, text, q, k, rstd_q, rstd_k, *hs = ctx.saved_tensors
-        cos, sin, norm_q, norm_k, *tensors = kept(ctx)
+        x, text, cos, q, k, rstd_q, rstd_k, *hs = ctx.saved_tensors
+        sin, norm_q, norm_k, *tensors = kept(ctx)
         settings, tensors = ctx.settings, in_fours(tensors)
         _, x_needs, text_needs, _, _, norm_q_needs, norm_k_needs, *needs = ctx.needs_input_grad
         if torch.is_grad_enabled():  # the gradients of the norms depend on x, too

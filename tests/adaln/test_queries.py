@@ -5,6 +5,7 @@ import torch
 from support.wan_attention import HEAD_WIDTH, HEADS, TOKENS, assert_close, make_attention, make_inputs, run, with_lora
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from adaptiveload_hf import AdaptiveLoadAttnProcessor
 from adaptiveload_hf.adaln import queries
@@ -99,7 +100,7 @@ def test_no_more_is_kept_for_backward_than_by_the_stock_processor(text, trained)
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
-def test_checkpointing_has_no_hooks_to_call_for_parameters_and_rotary_tables(lora):
+def test_checkpointing_has_no_hooks_to_call_for_parameters_and_one_of_the_rotary_tables(lora):
     attn, inputs, saved = make_attention(), make_inputs(), set()
     attn = with_lora(attn) if lora else attn
     attn.set_processor(AdaptiveLoadAttnProcessor())
@@ -107,10 +108,22 @@ def test_checkpointing_has_no_hooks_to_call_for_parameters_and_rotary_tables(lor
         attn(**inputs)
     known = dict(attn.named_parameters()) | dict(zip(("cos", "sin"), inputs["rotary_emb"]))
     assert inputs["hidden_states"].data_ptr() in saved
-    assert [name for name, tensor in known.items() if tensor.data_ptr() in saved] == ["to_out.0.weight"]
+    assert [name for name, tensor in known.items() if tensor.data_ptr() in saved] == ["to_out.0.weight", "cos"]
 
 
-@pytest.mark.parametrize("name", ["to_q.weight", "norm_k.weight", "cos"])
+@pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
+def test_checkpointing_refuses_tables_of_another_dtype_when_it_recomputes(stock):
+    attn, inputs = make_attention(), make_inputs()
+    if not stock:
+        attn.set_processor(AdaptiveLoadAttnProcessor())
+    tables = inputs["rotary_emb"]
+    calls = iter([tables, tuple(table.bfloat16() for table in tables)])
+    out = checkpoint(lambda x: attn(x, rotary_emb=next(calls)), inputs["hidden_states"], use_reentrant=False)
+    with pytest.raises(CheckpointError, match="different metadata"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["to_q.weight", "norm_k.weight", "sin"])
 @pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
 def test_a_tensor_changed_in_place_before_backward_is_refused_as_autograd_does(stock, name):
     attn, inputs = make_attention(), make_inputs()
@@ -118,7 +131,7 @@ def test_a_tensor_changed_in_place_before_backward_is_refused_as_autograd_does(s
         attn.set_processor(AdaptiveLoadAttnProcessor())
     out = attn(**inputs)
     with torch.no_grad():
-        (inputs["rotary_emb"][0] if name == "cos" else attn.get_parameter(name)).mul_(2)
+        (inputs["rotary_emb"][1] if name == "sin" else attn.get_parameter(name)).mul_(2)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation: .* expected version"):
         out.sum().backward()
 
