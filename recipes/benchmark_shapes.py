@@ -19,8 +19,8 @@ from model_setup import (
     describe_run,
     gradient_gib,
     load_index,
+    load_model_config,
     load_transformer,
-    load_transformer_config,
     prepare_training,
     refuse_unsafe_sharding,
 )
@@ -127,7 +127,7 @@ def benchmark(accelerator, args, dataset, counts, output_dir: Path, max_points: 
     refuse_unsafe_sharding(accelerator, args.gradient_checkpointing)
     family = family_of(args)
     args.lora_target_modules = args.lora_target_modules or family.LORA_TARGET_MODULES
-    transformer_config = load_transformer_config(family.MODEL_CLASS, args, family.choose_variant(args).subfolder)
+    transformer_config = load_model_config(family.MODEL_CLASS, args, family.choose_variant(args).subfolder)
     if dataset is not None:
         family.check_dataset(dataset, transformer_config)
     sizes = column_sizes(dataset, transformer_config)

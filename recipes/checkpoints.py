@@ -1,5 +1,6 @@
 """How does a run leave checkpoints that a kill cannot spoil, and find the one to go on from?"""
 
+import contextlib
 import json
 import math
 import os
@@ -68,6 +69,14 @@ def _choose(output_dir: Path, wanted: str | None) -> str | None:
             raise UserError(
                 f"--resume_from_checkpoint {wanted}: no such folder; {output_dir} holds {names}. Pass one of "
                 "them, or 'latest'."
+            )
+        steps = {other.resolve(): step for step, other in present.items()}
+        later = [present[step].name for step in present if step > steps.get(path.resolve(), math.inf)]
+        if later:
+            print(
+                f"going on from {path.name}, though {output_dir} holds {', '.join(later)} of later steps, which "
+                "'latest' means until this run has written its own of those steps",
+                file=sys.stderr,
             )
         return str(path)
     if present:
@@ -183,7 +192,7 @@ def _contents(checkpoint: Path) -> dict:
     try:
         found = json.loads((checkpoint / CONTENTS).read_text())
         files = {name: (size, checksum) for name, (size, checksum) in found["files"].items()}
-        return {"files": files, "trained": dict(found["trained"])}
+        return {"files": files, "trained": dict(found["trained"]), "settings": dict(found["settings"])}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{checkpoint} is damaged, or none of these trainers' checkpoints: {CONTENTS} in it says what was saved, "
@@ -196,13 +205,14 @@ def _sizes(folder: Path) -> dict[str, int]:
     return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def load_checkpoint(accelerator: Accelerator, model, checkpoint: Path) -> None:
+def load_checkpoint(accelerator: Accelerator, model, checkpoint: Path, args) -> None:
     """Model, optimizer, schedule, loader and random numbers as they were saved.
 
     Raises:
-        UserError: it is one of another model, or of other trained weights of it.
+        UserError: it is one of another model, or of other trained weights of it, or of ones that mean something else.
     """
-    saved, mine = _contents(checkpoint)["trained"], _trained(model)
+    contents = _contents(checkpoint)
+    saved, mine = contents["trained"], _trained(model)
     differences = [
         f"{name} is {saved.get(name, 'not')} there and {mine.get(name, 'not trained')} here"
         for name in sorted(saved.keys() | mine.keys())
@@ -214,6 +224,12 @@ def load_checkpoint(accelerator: Accelerator, model, checkpoint: Path) -> None:
             + "\n  ".join(differences[:3])
             + "\nGive the model, --rank and --lora_target_modules of that run, or another --output_dir."
         )
+    for name, value in _settings(args).items():
+        if contents["settings"].get(name) != value:
+            raise UserError(
+                f"{checkpoint} was trained with --{name} {contents['settings'].get(name)}, but this run has {value}, "
+                f"where its weights mean something else. Give the --{name} of that run, or another --output_dir."
+            )
     accelerator.load_state(str(checkpoint))
 
 
@@ -222,39 +238,55 @@ def _trained(model) -> dict[str, list[int]]:
     return {plain_name(name): list(weight.shape) for name, weight in model.named_parameters() if weight.requires_grad}
 
 
-def save_checkpoint(accelerator: Accelerator, model, output_dir: Path, step: int, total_limit: int | None) -> None:
+def _settings(args) -> dict:
+    """What else weights of these names and sizes are trained for; nothing in them would show another."""
+    return {"expert": getattr(args, "expert", None), "lora_alpha": args.rank and (args.lora_alpha or args.rank)}
+
+
+@contextlib.contextmanager
+def named_if_not_written(what: str, folder: Path, output_dir: Path):
+    """
+    Raises:
+        UserError: the block could not write, to a full disk say; with what is whole and the command that goes on.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:  # each of the writers has its own for a full disk
+        free = shutil.disk_usage(output_dir).free / 2**30
+        last = ", ".join(path.name for path in checkpoints_in(output_dir).values()) or "none"
+        raise UserError(
+            f"{what} could not be written to {folder}, where {free:.2f} GiB are free: {error}\n"
+            f"Whole checkpoints: {last}. Once there is room, go on with:\n{resume_command()}"
+        ) from error
+
+
+def save_checkpoint(accelerator: Accelerator, model, output_dir: Path, step: int, args) -> None:
     """Saves under a temporary name and renames, so that a save that is killed never becomes `latest`.
 
     Raises:
-        UserError: it could not be written, to a full disk say.
+        UserError: it could not be written.
     """
     whole, partial = output_dir / f"checkpoint-{step}", output_dir / f"partial-checkpoint-{step}"
     if accelerator.is_main_process:
         for cut_short in output_dir.glob("partial-checkpoint-*"):
             shutil.rmtree(cut_short)
     accelerator.wait_for_everyone()
-    try:
+    with named_if_not_written(f"the checkpoint of step {step}", partial, output_dir):
         accelerator.save_state(str(partial))
         accelerator.wait_for_everyone()
         sizes = broadcast_object_list([_sizes(partial)])[0]  # all ranks must share out the same list
         checksums = _checksums(accelerator, partial, list(sizes))
         if accelerator.is_main_process:
             files = {name: [size, checksums[name]] for name, size in sizes.items()}
-            contents = {"step": step, "files": files, "trained": _trained(model)}
+            contents = {"step": step, "files": files, "trained": _trained(model), "settings": _settings(args)}
             (partial / CONTENTS).write_text(json.dumps(contents, indent=1))
-    except (OSError, RuntimeError, SafetensorError) as error:  # each of the writers has its own for a full disk
-        free = shutil.disk_usage(output_dir).free / 2**30
-        last = ", ".join(path.name for path in checkpoints_in(output_dir).values()) or "none"
-        raise UserError(
-            f"the checkpoint of step {step} could not be written to {partial}, where {free:.2f} GiB are free: "
-            f"{error}\nWhole checkpoints: {last}. Once there is room, go on with:\n{resume_command()}"
-        ) from error
     if accelerator.is_main_process:
         if whole.exists():  # of a run that was resumed from further back
             _remove(whole)
         os.replace(partial, whole)
         present = checkpoints_in(output_dir)
-        for old in sorted(present)[: -total_limit if total_limit else 0]:
+        limit = args.checkpoints_total_limit
+        for old in sorted(present)[: -limit if limit else 0]:
             _remove(present[old])
     accelerator.wait_for_everyone()
 

@@ -9,7 +9,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
 from model_setup import load_part
 
-from adaptiveload_hf import LatentShape, UserError
+from adaptiveload_hf import UserError
 
 MOST_DRAWS = 10_000  # for one sigma within bounds: enough for a share of 1e-3
 
@@ -123,7 +123,7 @@ def make_flow_matching(args, bounds: tuple[float, float] = (0.0, 1.0), first_fra
                 f"the scheduler of {args.pretrained_model_name_or_path} has neither `shift` nor `flow_shift`. "
                 "Pass --shift (Wan uses 3.0 for 480p and 5.0 for 720p)."
             )
-    shape = None if args.shift_shape is None else LatentShape.parse(args.shift_shape)
+    shape = args.shift_shape
     return FlowMatching(
         shift,
         args.weighting_scheme,

@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator, init_empty_weights
 from accelerate.utils import DistributedType
+from checkpoints import named_if_not_written
 from diffusers import DiffusionPipeline
 from diffusers.optimization import get_scheduler
-from lora import add_lora, leave_frozen_out
+from lora import add_lora, leave_frozen_out, save_lora
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
@@ -52,9 +53,19 @@ def load_part(part_class, args, subfolder: str) -> dict:
         ) from None
 
 
-def load_transformer_config(model_class, args, subfolder: str = "transformer") -> dict:
-    """The transformer's configuration, defaults filled in; cheap, so that mistakes show before weights are read."""
+def load_model_config(model_class, args, subfolder: str = "transformer") -> dict:
+    """A model's configuration, defaults filled in; cheap, so that mistakes show before weights are read.
+
+    Raises:
+        UserError: it is one of another class.
+    """
     config = load_part(model_class, args, subfolder)
+    found = config.get("_class_name", model_class.__name__)
+    if found != model_class.__name__:
+        raise UserError(
+            f"expected a pipeline whose {subfolder} is a {model_class.__name__}, but that of "
+            f"{args.pretrained_model_name_or_path} is a {found}. train_wan.py trains Wan, train_sd3.py SD3 and SD3.5."
+        )
     parameters = inspect.signature(model_class.__init__).parameters
     defaults = {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}
     return {**defaults, **{name: value for name, value in config.items() if name in defaults}}
@@ -69,7 +80,7 @@ def load_transformer(accelerator: Accelerator, model_class, args, subfolder: str
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}
     dtype = torch.float32 if args.rank is None else half.get(accelerator.mixed_precision, torch.float32)
     if args.from_scratch:
-        return model_class.from_config(load_transformer_config(model_class, args, subfolder)).to(dtype)
+        return model_class.from_config(load_model_config(model_class, args, subfolder)).to(dtype)
     return model_class.from_pretrained(
         args.pretrained_model_name_or_path, subfolder=subfolder, revision=args.revision, torch_dtype=dtype
     )
@@ -121,6 +132,20 @@ def prepare_training(accelerator: Accelerator, args, transformer, num_training_s
     if args.rank is not None:
         leave_frozen_out(accelerator.unwrap_model(model))
     return model, optimizer, scheduler
+
+
+def save_result(accelerator: Accelerator, args, model, pipeline_class, subfolder: str) -> None:
+    """The whole transformer into this folder of --output_dir, or with --rank the LoRA.
+
+    Raises:
+        UserError: it could not be written.
+    """
+    output_dir = Path(args.output_dir)
+    with named_if_not_written("the result", output_dir, output_dir):
+        if args.rank is not None:
+            save_lora(accelerator, model, pipeline_class, output_dir)
+        else:
+            save_transformer(accelerator, model, output_dir / subfolder)
 
 
 def save_transformer(accelerator: Accelerator, model, folder: Path) -> None:

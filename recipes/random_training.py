@@ -11,7 +11,7 @@ from accelerate.utils import set_seed
 from benchmark_shapes import use_config_alone
 from flow_matching import make_flow_matching
 from lora import add_lora_arguments
-from model_setup import describe_run, load_transformer, load_transformer_config, prepare_training
+from model_setup import describe_run, load_model_config, load_transformer, prepare_training
 from random_batches import column_sizes, make_random_batches
 from training_arguments import add_flow_arguments, add_model_arguments
 from training_loop import run_micro_step
@@ -59,7 +59,7 @@ class RandomTraining:
             if accelerator.is_main_process:
                 args.config.write_text(json.dumps(config))
         use_config_alone(accelerator, args, folder / "pipeline")
-        self.config = load_transformer_config(wan_training.MODEL_CLASS, args)
+        self.config = load_model_config(wan_training.MODEL_CLASS, args)
         with accelerator.device:  # random weights are made fastest where they are to be
             transformer = load_transformer(accelerator, wan_training.MODEL_CLASS, args)
         self.model, self.optimizer, self.scheduler = prepare_training(accelerator, args, transformer)

@@ -59,7 +59,10 @@ def _launcher() -> list[str]:
         words = []
     if sys.argv[0] not in words:
         return ["python"]
-    python, program, *options = words[: words.index(sys.argv[0])]
+    words = words[: words.index(sys.argv[0])]
+    if len(words) < 2 or not Path(words[0]).name.startswith("python"):
+        return words  # `uv run`, or `timeout 3600 python`
+    python, program, *options = words
     # `python /env/bin/accelerate launch` is what `accelerate launch` has become.
     return [Path(python).name, program, *options] if program == "-m" else [Path(program).name, *options]
 

@@ -17,14 +17,14 @@ from checkpoints import find_checkpoint, keep_metrics_until, load_checkpoint
 from data_setup import make_loader
 from diffusers import StableDiffusion3Pipeline
 from flow_matching import make_flow_matching
-from lora import add_lora_arguments, save_lora
+from lora import add_lora_arguments
 from model_setup import (
     describe_run,
+    load_model_config,
     load_transformer,
-    load_transformer_config,
     prepare_training,
     refuse_unsafe_sharding,
-    save_transformer,
+    save_result,
 )
 from publishing import add_hub_arguments, find_repository, publish
 from random_batches import column_sizes, try_buckets
@@ -93,7 +93,7 @@ def train(accelerator, args):
     # Whatever can be wrong with launch, data and plan shows here, before any weights are read.
     refuse_unsafe_sharding(accelerator, args.gradient_checkpointing)
     variant = choose_variant(args)
-    transformer_config = load_transformer_config(MODEL_CLASS, args, variant.subfolder)
+    transformer_config = load_model_config(MODEL_CLASS, args, variant.subfolder)
     flow = make_flow_matching(args, variant.bounds)
     dataset = load_prepared(args.dataset)
     held_out = load_prepared(args.validation_dataset) if args.validation_dataset else None
@@ -109,7 +109,7 @@ def train(accelerator, args):
     transformer = load_transformer(accelerator, MODEL_CLASS, args, variant.subfolder)
     model, optimizer, scheduler = prepare_training(accelerator, args, transformer, total_steps)
     if checkpoint is not None:
-        load_checkpoint(accelerator, model, checkpoint)
+        load_checkpoint(accelerator, model, checkpoint, args)
     model_facts, environment = describe_run(accelerator, args, MODEL_CLASS, transformer_config)
     if accelerator.is_main_process:
         say_start(args, loader, scheduler, bucket_config.check_environment(environment, model_facts), total_steps)
@@ -137,10 +137,7 @@ def train(accelerator, args):
         validators.append(make_validation_pictures(accelerator, args, predict, flow, largest, prompts))
     if not run_steps(accelerator, args, model, loader, scheduler, run, total_steps, validators):
         return  # asked to stop; a checkpoint says where
-    if args.rank is not None:
-        save_lora(accelerator, model, StableDiffusion3Pipeline, output_dir)
-    else:
-        save_transformer(accelerator, model, output_dir / variant.subfolder)
+    save_result(accelerator, args, model, StableDiffusion3Pipeline, variant.subfolder)
     if accelerator.is_main_process:
         publish(args, repository, loader, StableDiffusion3Pipeline, MODEL_CLASS, variant.subfolder, environment)
 

@@ -7,7 +7,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import LoggerType
 from diffusers.optimization import SchedulerType
 
-from adaptiveload_hf import UserError
+from adaptiveload_hf import LatentShape, UserError
 from adaptiveload_hf.buckets.ranks import compare_ranks
 
 
@@ -43,6 +43,14 @@ def at_least(low: float, *, above: bool = False):
 
     parse.__name__ = kind.__name__  # of a word that is no number, argparse says: invalid float value
     return parse
+
+
+def shape(word: str) -> LatentShape:
+    """An argument's type: FxHxW."""
+    try:
+        return LatentShape.parse(word)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def check_arguments(args) -> None:
@@ -104,7 +112,7 @@ def add_flow_arguments(parser) -> None:
     add("--logit_std", type=at_least(0.0), default=1.0, help="of logit_normal")
     add("--mode_scale", type=float, default=1.29, help="of mode")
     add("--shift", type=at_least(0.0, above=True), help="of sigma; default: the pipeline's scheduler's")
-    add("--shift_shape", metavar="FxHxW",
+    add("--shift_shape", type=shape, metavar="FxHxW",
         help="latent shape that --shift is meant for: others get shift * sqrt(their size / its size)")  # fmt: skip
 
 
@@ -160,6 +168,7 @@ def add_validation_arguments(parser) -> None:
         default=500,
         help="optimizer steps between validations; one at the end too",
     )
-    add("--validation_resolution", default="81x480x832", metavar="FxHxW", help="of the samples, frames and pixels")
+    add("--validation_resolution", type=shape, default="81x480x832", metavar="FxHxW",
+        help="of the samples, frames and pixels")  # fmt: skip
     add("--validation_inference_steps", type=at_least(1), default=30, help="of a sample")
     add("--guidance_scale", type=float, default=5.0, help="of the samples")

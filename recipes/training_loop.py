@@ -65,12 +65,13 @@ def run_steps(accelerator: Accelerator, args, model, loader, scheduler, run, tot
                     "skipped_steps": skipped,
                 }
                 last = stop or step == total_steps
-                if step % args.validation_steps == 0 or step == total_steps:
+                # Who asked may not wait for long: the checkpoint comes first, and there is none before validation.
+                if not stop and (step % args.validation_steps == 0 or step == total_steps):
                     for validate in validators:
                         metrics |= validate(step)
                 _write(accelerator, output_dir, metrics, monitor.status_line(measured), bar)
                 if step % args.checkpointing_steps == 0 or last:
-                    save_checkpoint(accelerator, model, output_dir, step, args.checkpoints_total_limit)
+                    save_checkpoint(accelerator, model, output_dir, step, args)
                 if last:
                     break
                 done = []
@@ -186,6 +187,8 @@ def say_start(args, loader, scheduler, differences: list[str], total_steps: int)
         say(f"  {finding}")
     for difference in differences:
         say(f"  bucket config, {difference}")
+    if loader.global_step >= total_steps:
+        say("  nothing is left to train: --max_train_steps or --num_train_epochs ends here; the result is saved")
     in_use = scheduler.scheduler.base_lrs[0]
     if in_use != args.learning_rate:  # a checkpoint brings its own learning rate back
         say(f"  learning rate {in_use} of the checkpoint is used, not --learning_rate {args.learning_rate}")

@@ -12,7 +12,7 @@ from encoders import find_family, load_text_encoder, pipeline_folder
 from PIL import Image
 from validation import sample_latents
 
-from adaptiveload_hf import LatentShape, UserError
+from adaptiveload_hf import UserError
 
 
 def encode_prompts(accelerator: Accelerator, args, text_tokens: int) -> list[dict[str, torch.Tensor]]:
@@ -49,7 +49,7 @@ def make_validation_pictures(accelerator: Accelerator, args, predict, flow, larg
         args.pretrained_model_name_or_path, subfolder="vae", revision=args.revision, torch_dtype=torch.float32
     ).requires_grad_(False)
     spatial = 2 ** (len(vae.config.block_out_channels) - 1)
-    size = LatentShape.parse(args.validation_resolution)
+    size = args.validation_resolution
     sides = (size.height, size.width)
     if size.frames != 1 or any(side % (2 * spatial) or side > largest * spatial for side in sides):
         raise UserError(

@@ -9,25 +9,35 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from diffusers import AutoencoderKLWan, WanPipeline
 from make_demo_clips import write_clip
+from model_setup import load_model_config
 from PIL import Image
 from validation import sample_latents
 from wan_training import WanVariant, needs_image
 
-from adaptiveload_hf import LatentShape, UserError
+from adaptiveload_hf import UserError
 
 
 def check_validation(args, variant: WanVariant, transformer_config: dict) -> None:
     """Refuses samples that this transformer alone cannot make.
 
     Raises:
-        UserError: --validation_prompt with an image-to-video transformer or with one of two experts.
+        UserError: --validation_prompt with an image-to-video transformer or with one of two experts, or a
+            --validation_resolution that is no size of this VAE.
     """
-    if args.validation_prompt and (needs_image(transformer_config) or args.first_frame_given):
+    if not args.validation_prompt:
+        return
+    if needs_image(transformer_config) or args.first_frame_given:
         raise UserError("--validation_prompt samples from captions alone, but this transformer needs a first frame.")
-    if args.validation_prompt and variant.bounds != (0.0, 1.0):
+    if variant.bounds != (0.0, 1.0):
         raise UserError(
             "--validation_prompt needs a transformer for all noise, but one of two experts is trained. Use "
             "--validation_dataset here, and sample with WanPipeline once both are there."
+        )
+    vae, size = load_model_config(AutoencoderKLWan, args, "vae"), args.validation_resolution
+    temporal, spatial = vae["scale_factor_temporal"], 2 * vae["scale_factor_spatial"]
+    if (size.frames - 1) % temporal or size.height % spatial or size.width % spatial:
+        raise UserError(
+            f"--validation_resolution needs {temporal}n+1 frames and multiples of {spatial} pixels, but it is {size}."
         )
 
 
@@ -60,20 +70,12 @@ def make_validation_videos(accelerator: Accelerator, args, predict, flow, channe
         predict, flow: as in `sample_latents`.
         channels: of the latent.
         embeds: from `encode_prompts`.
-
-    Raises:
-        UserError: --validation_resolution is no size of this VAE.
     """
     vae = AutoencoderKLWan.from_pretrained(
         args.pretrained_model_name_or_path, subfolder="vae", revision=args.revision, torch_dtype=torch.float32
     ).requires_grad_(False)
     temporal, spatial = vae.config.scale_factor_temporal, vae.config.scale_factor_spatial
-    size = LatentShape.parse(args.validation_resolution)
-    if (size.frames - 1) % temporal or size.height % (2 * spatial) or size.width % (2 * spatial):
-        raise UserError(
-            f"--validation_resolution needs {temporal}n+1 frames and multiples of {2 * spatial} pixels, but it is "
-            f"{size}."
-        )
+    size = args.validation_resolution
     shape = (channels, (size.frames - 1) // temporal + 1, size.height // spatial, size.width // spatial)
     captions = [{"prompt_embeds": embed.to(accelerator.device)} for embed in embeds]
 

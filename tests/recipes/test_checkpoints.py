@@ -106,6 +106,39 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_what_is_left_and_
     assert not list(run.glob("partial-*"))
 
 
+def test_weights_that_were_trained_for_something_else_are_refused_though_names_and_sizes_fit(setup, run, tmp_path):
+    contents = run / "checkpoint-2" / "contents.json"
+    contents.write_text(json.dumps({**json.loads(contents.read_text()), "settings": {"expert": "high_noise"}}))
+    with pytest.raises(UserError, match=r"checkpoint-2 was trained with --expert high_noise, but this run has None"):
+        train_here(setup, run, *LATEST, max_train_steps=3)
+    adapter = ("--rank", 2, "--lora_alpha")
+    train_here(setup, tmp_path / "lora", *adapter, 2, max_train_steps=1)
+    with pytest.raises(UserError, match=r"was trained with --lora_alpha 2\.0, but this run has 8\.0"):
+        train_here(setup, tmp_path / "lora", *LATEST, *adapter, 8, max_train_steps=2)
+
+
+def test_a_result_that_cannot_be_written_is_made_later_from_the_last_checkpoint(setup, run, capsys):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # less than the transformer's file
+    try:
+        with pytest.raises(UserError, match=r"(?s)the result could not be written .*Whole checkpoints: checkpoint"):
+            train_here(setup, run, *LATEST, max_train_steps=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    train_here(setup, run, *LATEST, max_train_steps=2)
+    said = capsys.readouterr().err
+    assert said.count("nothing is left to train") == 2
+    assert f"the trained transformer is in {run / 'transformer'}" in said
+
+
+def test_going_on_from_an_earlier_checkpoint_says_which_later_ones_are_there(setup, run, capsys):
+    train_here(setup, run, "--resume_from_checkpoint", "checkpoint-1", max_train_steps=1)
+    assert "going on from checkpoint-1, though" in (said := capsys.readouterr().err)
+    assert "holds checkpoint-2 of later steps, which 'latest' means" in said
+    train_here(setup, run, "--resume_from_checkpoint", run / "checkpoint-2", max_train_steps=2)
+    assert "of later steps" not in capsys.readouterr().err
+
+
 def test_a_removal_that_is_killed_leaves_nothing_that_looks_like_a_checkpoint(run, monkeypatch):
     monkeypatch.setattr(checkpoints.shutil, "rmtree", lambda folder: None)  # as if killed before
     checkpoints._remove(run / "checkpoint-2")

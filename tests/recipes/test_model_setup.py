@@ -5,12 +5,12 @@ import types
 import pytest
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
-from diffusers import WanTransformer3DModel
+from diffusers import SD3Transformer2DModel, WanTransformer3DModel
 from lora import add_lora
 from model_setup import (
     describe_run,
+    load_model_config,
     load_transformer,
-    load_transformer_config,
     prepare_training,
     refuse_unsafe_sharding,
 )
@@ -29,7 +29,7 @@ def prepared(accelerator, args):
 def test_a_run_describes_what_its_seconds_hold_for(small_pipeline):
     with fresh_accelerate(ACCELERATE_USE_CPU="true"):
         args = parse(small_pipeline, "--gradient_checkpointing", "--no_patch", "--rank", 2)
-        config = load_transformer_config(MODEL_CLASS, args)
+        config = load_model_config(MODEL_CLASS, args)
         accelerator = make_accelerator(gradient_accumulation_steps=2)
         model, environment = describe_run(accelerator, args, MODEL_CLASS, config)
         deeper, _ = describe_run(accelerator, args, MODEL_CLASS, {**config, "num_layers": 5})
@@ -76,6 +76,13 @@ def test_from_scratch_takes_the_configuration_but_not_the_weights(small_pipeline
     saved = WanTransformer3DModel.from_pretrained(small_pipeline, subfolder="transformer")
     assert dict(model.config).items() >= {"num_layers": saved.config.num_layers}.items()
     assert not torch.equal(model.proj_out.weight, saved.proj_out.weight)
+
+
+def test_a_pipeline_of_another_family_is_named(small_pipeline):
+    with pytest.raises(
+        UserError, match=r"whose transformer is a SD3Transformer2DModel, but that of .* is a WanTransf"
+    ):
+        load_model_config(SD3Transformer2DModel, parse(small_pipeline))
 
 
 @pytest.mark.parametrize("launch", [{"ACCELERATE_USE_CPU": "true"}, one_rank(**FSDP2)], ids=["single", "fsdp2"])

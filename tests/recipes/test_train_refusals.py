@@ -53,6 +53,7 @@ def test_an_unknown_tracker_is_wrong_usage(setup, tmp_path, capsys):
         ("--rank 0", "--rank: must be at least 1, but it is 0"),
         ("--learning_rate nan", "--learning_rate: must be at least 0.0, but it is nan"),
         ("--shift 0", "--shift: must be more than 0.0, but it is 0"),
+        ("--validation_resolution 480x832", "two numbers. Write a still as '1x480x832'"),
         ("--max_grad_norm 0", "--max_grad_norm: must be more than 0.0, but it is 0"),
         ("--dataloader_num_workers two", "--dataloader_num_workers: invalid int value: 'two'"),
     ],
@@ -198,6 +199,8 @@ def test_a_resume_command_begins_with_the_launchers_own(tmp_path):
     rest = f"{script} --seed 1 --resume_from_checkpoint latest"
     assert said(sys.executable, str(launcher), *words) == f"accelerate launch --config_file 'a b.yaml' {rest}"
     assert said(sys.executable, *words[3:]) == f"python {rest}"
+    wrapped = ["timeout", "60", sys.executable]  # what else may stand there is kept as it is
+    assert said(*wrapped, *words[3:]) == f"{' '.join(wrapped)} {rest}"
 
 
 def test_files_are_repeated_by_pattern_with_other_noise_each_time_and_in_another_schedule_the_same(setup, tmp_path):

@@ -9,7 +9,7 @@ import model_setup
 import pytest
 import torch
 from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
-from model_setup import load_transformer_config
+from model_setup import load_model_config
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from sd3_training import LORA_TARGET_MODULES, MODEL_CLASS, check_dataset, choose_variant, geometry, make_predict
@@ -135,7 +135,7 @@ def test_the_model_gets_one_frame_the_pooled_caption_and_the_time_as_its_pipelin
 
 def test_what_sd3_cannot_take_is_refused(setup, tmp_path):
     args = parse(setup.pipeline, recipe="train_sd3")
-    config, dataset = load_transformer_config(MODEL_CLASS, args), load_prepared(setup.dataset)
+    config, dataset = load_model_config(MODEL_CLASS, args), load_prepared(setup.dataset)
     check_dataset(dataset, config)
     assert geometry(config, 85).tokens(LatentShape(1, 8, 8)) == 16 + 85
     for name in ("in_channels", "joint_attention_dim", "pooled_projection_dim"):

@@ -155,14 +155,16 @@ def test_a_run_stops_at_the_next_step_when_asked_and_goes_on_as_if_it_had_not(st
     run = tmp_path / "run"
     run.mkdir()
     (run / "STOP").touch()
-    assert len(train_here(setup, run, max_train_steps=5, checkpointing_steps=100)) == 1
+    looks = ("--validation_dataset", setup.dataset, "--validation_steps", 1)
+    (only,) = train_here(setup, run, *looks, max_train_steps=5, checkpointing_steps=100)
+    assert "validation_loss" not in only, "who stops it may soon kill it: the checkpoint comes first"
     said = capsys.readouterr().err
     assert "stopped after step 1 of 5, as asked" in said
     assert not (run / "STOP").exists()
     assert not (run / "transformer").exists()
     words = said[said.index("train_wan.py --") :].split()[1:]
     assert words[-2:] == ["--resume_from_checkpoint", "latest"]
-    assert words[:-2] == arguments(setup, run, max_train_steps=5, checkpointing_steps=100)
+    assert words[:-2] == arguments(setup, run, *looks, max_train_steps=5, checkpointing_steps=100)
     resumed = train_here(setup, run, *words[-2:], max_train_steps=5, checkpointing_steps=100)
     assert timeless(resumed) == timeless(straight.metrics)[:5]
 

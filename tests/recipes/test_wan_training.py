@@ -8,7 +8,7 @@ import torch
 from datasets import load_from_disk
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from flow_matching import FlowMatching
-from model_setup import load_transformer, load_transformer_config, prepare_training
+from model_setup import load_model_config, load_transformer, prepare_training
 from support.accelerators import fresh_accelerate
 from support.prepared import save_prepared
 from support.recipe_arguments import parse
@@ -131,23 +131,26 @@ def test_a_first_frame_is_given_to_ti2v_alone(small_pipeline, pipeline_with):
 
 
 def test_clips_are_not_sampled_from_transformers_that_alone_cannot(small_pipeline):
-    config, prompt = load_transformer_config(MODEL_CLASS, parse(small_pipeline)), ("--validation_prompt", "a cat")
+    config, prompt = load_model_config(MODEL_CLASS, parse(small_pipeline)), ("--validation_prompt", "a cat")
     check_validation(parse(small_pipeline, *prompt), WanVariant(), config)
     with pytest.raises(UserError, match="needs a first frame"):
         check_validation(parse(small_pipeline, *prompt), WanVariant(), {**config, "in_channels": 36})
     with pytest.raises(UserError, match="one of two experts"):
         check_validation(parse(small_pipeline, *prompt), WanVariant("transformer_2", (0.0, 0.9)), config)
+    odd = parse(small_pipeline, *prompt, "--validation_resolution", "5x30x30")
+    with pytest.raises(UserError, match=r"needs 4n\+1 frames and multiples of 16 pixels, but it is 5x30x30"):
+        check_validation(odd, WanVariant(), config)
 
 
 def test_a_folder_that_is_no_pipeline_is_named(tmp_path):
     with pytest.raises(UserError, match=r"with the folder 'transformer', but"):
-        load_transformer_config(MODEL_CLASS, parse(tmp_path))
+        load_model_config(MODEL_CLASS, parse(tmp_path))
     with pytest.raises(UserError, match=r"with model_index.json, but"):
         choose_variant(parse(tmp_path))
 
 
 def test_latents_captions_and_images_that_do_not_fit_are_refused(small_pipeline, dataset):
-    config = load_transformer_config(MODEL_CLASS, parse(small_pipeline))
+    config = load_model_config(MODEL_CLASS, parse(small_pipeline))
     check_dataset(dataset, config)
     with pytest.raises(UserError, match=r"latents of width 48 \(in_channels\), but the dataset holds width 16"):
         check_dataset(dataset, {**config, "in_channels": 48, "out_channels": 48})
