@@ -1,7 +1,9 @@
 """How does an op get into torch's dispatcher: kernels, shapes without data, autograd?
 
 Every op is there twice. `name` runs the CUDA extension on a GPU, Triton where that is missing, and the reference on
-other devices; `name_triton` runs Triton wherever it is called.
+other devices; `name_triton` runs Triton wherever it is called. Each of them has a form without autograd, `name_bare`:
+autograd's part is Python, and who has differentiated already, an autograd function or a graph of torch.compile, need
+not come through it once more (15 us of the host's time an op).
 """
 
 import functools
@@ -19,6 +21,7 @@ _NAMESPACE = torch.ops.adaptiveload
 _REFERENCES = {}
 _TRITON_KERNELS = {}
 _OVERRIDDEN = set()
+_FORMS = {}  # name -> (the op, what runs its form without autograd)
 _CALLS = {}
 
 # Whether it can be imported: the import itself waits until a kernel runs.
@@ -33,11 +36,13 @@ def define(schema: str, kernel, fake):
     name = schema.partition("(")[0]
     _REFERENCES[name], _TRITON_KERNELS[name] = kernel, _triton_kernel(name, kernel)
     for op, implementation in ((name, kernel), (triton_twin(name), _TRITON_KERNELS[name])):
-        LIBRARY.define(schema.replace(name, op, 1), tags=(torch.Tag.pt2_compliant_tag,))
-        LIBRARY.impl(op, implementation, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"adaptiveload::{op}", fake, lib=LIBRARY)
+        for form in (op, f"{op}_bare"):
+            LIBRARY.define(schema.replace(name, form, 1), tags=(torch.Tag.pt2_compliant_tag,))
+            LIBRARY.impl(form, implementation, "CompositeExplicitAutograd")
+            torch.library.register_fake(f"adaptiveload::{form}", fake, lib=LIBRARY)
+        _FORMS[op] = getattr(_NAMESPACE, op).default, getattr(_NAMESPACE, f"{op}_bare").default._op
     if has_triton and extension.load_problem is not None:
-        LIBRARY.impl(name, _TRITON_KERNELS[name], "CUDA")
+        _override(name, _TRITON_KERNELS[name])
 
 
 def triton_twin(name: str) -> str:
@@ -75,14 +80,12 @@ def define_backward(schema: str, formula, fake):
 
 
 def _refusal(name: str):
-    op = getattr(_NAMESPACE, name).default
-
     def refuse(*args):
         if _wants_grad(args):
             raise RuntimeError(
                 f"adaptiveload::{name} is not differentiable. Differentiate the forward op with create_graph=True."
             )
-        return _below_autograd(op, *args)
+        return _below_autograd(name, *args)
 
     return refuse
 
@@ -97,11 +100,9 @@ def define_autograd(name: str, save, differentiate):
 
 
 def _define_autograd(name: str, save, differentiate, in_triton: bool):
-    op = getattr(_NAMESPACE, name).default
-
     def forward(ctx, *args):
         ctx.in_triton = in_triton
-        output = _below_autograd(op, *args)
+        output = _below_autograd(name, *args)
         save(ctx, args, output)
         return output
 
@@ -111,12 +112,12 @@ def _define_autograd(name: str, save, differentiate, in_triton: bool):
     function._backward_cls.apply = differentiate
 
     def dispatch(*args):
-        return function.apply(*args) if _wants_grad(args) else _below_autograd(op, *args)
+        return function.apply(*args) if _wants_grad(args) else _below_autograd(name, *args)
 
     LIBRARY.impl(name, dispatch, "Autograd")
     # Function.apply looks at every argument for what torch.func leaves behind, which `call` has excluded.
     apply = super(torch.autograd.Function, function).apply
-    _CALLS[name] = op, apply
+    _CALLS[name] = getattr(_NAMESPACE, name).default, apply
 
 
 def call(name: str, *args):
@@ -127,12 +128,12 @@ def call(name: str, *args):
     op, apply = _CALLS[name]
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return op(*args)
-    return apply(*args) if _wants_grad(args) else _below_autograd(op, *args)
+    return apply(*args) if _wants_grad(args) else _below_autograd(name, *args)
 
 
 def run(name: str, in_triton: bool, *args):
     """A forward op inside of an autograd function, which differentiates it by `gradients_of`."""
-    return _below_autograd(_CALLS[triton_twin(name) if in_triton else name][0], *args)
+    return _below_autograd(triton_twin(name) if in_triton else name, *args)
 
 
 def keep(ctx, *tensors: Tensor | None):
@@ -172,19 +173,29 @@ def _wants_grad(args) -> bool:
     return False
 
 
-def _below_autograd(op, *args):
-    with torch._C._AutoDispatchBelowAutograd():
-        try:
-            return op(*args)
-        except RuntimeError as error:
-            _raise_out_of_memory(error, op)
-            raise
+def _below_autograd(name: str, *args):
+    op, bare = _FORMS[name]
+    try:
+        if torch._C._len_torch_dispatch_stack() == 0 or _only_traced():
+            return bare(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)  # by its name, which a policy of selective checkpointing waits for
+    except RuntimeError as error:
+        _raise_out_of_memory(error, name)
+        raise
 
 
-def _raise_out_of_memory(error: RuntimeError, op):
+def _only_traced() -> bool:
+    """Whether all dispatch modes at work are those of a tracer such as torch.compile's."""
+    kinds = torch._C._TorchDispatchModeKey
+    modes = [torch._C._get_dispatch_mode(kind) for kind in (kinds.PROXY, kinds.FAKE, kinds.FUNCTIONAL)]
+    return modes[0] is not None and torch._C._len_torch_dispatch_stack() == sum(mode is not None for mode in modes)
+
+
+def _raise_out_of_memory(error: RuntimeError, name: str):
     """The stable ABI has one class of errors. Who handles too little memory waits for torch's."""
     if str(error).startswith("CUDA out of memory") and not isinstance(error, torch.OutOfMemoryError):
-        raise torch.OutOfMemoryError(f"{error} In {op}.") from None
+        raise torch.OutOfMemoryError(f"{error} In adaptiveload::{name}.") from None
 
 
 @functools.cache
@@ -202,27 +213,29 @@ def gradients_of(ctx, name: str, count: int, needs: int, *args) -> tuple[Tensor 
 
     As few Python functions as can be: autograd calls this on a thread of its own, whose caches are cold.
     """
-    op, placed = _backward_of(name, ctx.in_triton, count, needs)
+    op, bare, placed = _backward_of(name, ctx.in_triton, count, needs)
     if torch.is_grad_enabled():
         found = getattr(gradients, name)(*args, needs)
+    elif torch._C._len_torch_dispatch_stack():
+        found = _below_autograd(op, *args, needs)
     else:
-        with torch._C._AutoDispatchBelowAutograd():
-            try:
-                found = op._op(*args, needs)
-            except RuntimeError as error:
-                _raise_out_of_memory(error, op)
-                raise
+        try:
+            found = bare(*args, needs)
+        except RuntimeError as error:
+            _raise_out_of_memory(error, op)
+            raise
     found.append(None)
     return placed(found)
 
 
 @functools.cache
 def _backward_of(name: str, in_triton: bool, count: int, needs: int):
-    """A backward op, and what puts each argument's gradient at its place: the last, None, where none was asked for."""
+    """The name of a backward op, what runs it without autograd, and what puts each argument's gradient at its place:
+    the last, None, where none was asked for."""
     op = triton_twin(f"{name}_backward") if in_triton else f"{name}_backward"
     asked = [bit for bit in range(count) if needs >> bit & 1]
     places = (asked.index(bit) if bit in asked else -1 for bit in range(count))
-    return getattr(_NAMESPACE, op).default, operator.itemgetter(*places)
+    return op, _FORMS[op][1], operator.itemgetter(*places)
 
 
 def empty_gradients(like: Tensor, needs: int, *kinds) -> list[Tensor]:
@@ -241,4 +254,9 @@ def replace_extension(names):
         for op in (name, f"{name}_backward"):
             if op not in _OVERRIDDEN:
                 _OVERRIDDEN.add(op)
-                LIBRARY.impl(op, (_TRITON_KERNELS if has_triton else _REFERENCES)[op], "CUDA")
+                _override(op, (_TRITON_KERNELS if has_triton else _REFERENCES)[op])
+
+
+def _override(op: str, kernel):
+    for form in (op, f"{op}_bare"):
+        LIBRARY.impl(form, kernel, "CUDA")

@@ -8,7 +8,7 @@ import hashlib
 import re
 from pathlib import Path
 
-MARK = "adaptiveload schemas "  # what the word follows in the extension's file
+MARK = "adaptiveload ops "  # what the word follows in the extension's file
 
 
 def schema_digest(module: Path) -> str:

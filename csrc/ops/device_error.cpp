@@ -5,7 +5,7 @@
 #define ADAPTIVELOAD_SCHEMAS unknown
 #endif
 #define ADAPTIVELOAD_WORD(word) #word
-#define ADAPTIVELOAD_MARK(word) "adaptiveload schemas " ADAPTIVELOAD_WORD(word)
+#define ADAPTIVELOAD_MARK(word) "adaptiveload ops " ADAPTIVELOAD_WORD(word)
 
 // adaln/extension.py looks for it in the file, before anything is loaded (adaln/schema_digest.py).
 extern "C" const char adaptiveload_schemas[];

@@ -47,6 +47,6 @@ std::vector<Tensor> gate_residual_backward(const Tensor& grad, const Optional& y
 }  // namespace adaptiveload::ops
 
 STABLE_TORCH_LIBRARY_IMPL(adaptiveload, CUDA, m) {
-  m.impl("gate_residual", TORCH_BOX(&adaptiveload::ops::gate_residual));
-  m.impl("gate_residual_backward", TORCH_BOX(&adaptiveload::ops::gate_residual_backward));
+  ADAPTIVELOAD_IMPL(m, gate_residual);
+  ADAPTIVELOAD_IMPL(m, gate_residual_backward);
 }

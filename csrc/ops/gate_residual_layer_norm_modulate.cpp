@@ -80,7 +80,6 @@ std::vector<Tensor> gate_residual_layer_norm_modulate_backward(
 }  // namespace adaptiveload::ops
 
 STABLE_TORCH_LIBRARY_IMPL(adaptiveload, CUDA, m) {
-  m.impl("gate_residual_layer_norm_modulate", TORCH_BOX(&adaptiveload::ops::gate_residual_layer_norm_modulate));
-  m.impl("gate_residual_layer_norm_modulate_backward",
-         TORCH_BOX(&adaptiveload::ops::gate_residual_layer_norm_modulate_backward));
+  ADAPTIVELOAD_IMPL(m, gate_residual_layer_norm_modulate);
+  ADAPTIVELOAD_IMPL(m, gate_residual_layer_norm_modulate_backward);
 }

@@ -69,6 +69,6 @@ std::vector<Tensor> layer_norm_modulate_backward(const Tensor& grad, const Tenso
 }  // namespace adaptiveload::ops
 
 STABLE_TORCH_LIBRARY_IMPL(adaptiveload, CUDA, m) {
-  m.impl("layer_norm_modulate", TORCH_BOX(&adaptiveload::ops::layer_norm_modulate));
-  m.impl("layer_norm_modulate_backward", TORCH_BOX(&adaptiveload::ops::layer_norm_modulate_backward));
+  ADAPTIVELOAD_IMPL(m, layer_norm_modulate);
+  ADAPTIVELOAD_IMPL(m, layer_norm_modulate_backward);
 }

@@ -199,3 +199,8 @@ class Gradients {
 }  // namespace
 
 }  // namespace adaptiveload::ops
+
+// An op, and its form without autograd (adaln/registry.py).
+#define ADAPTIVELOAD_IMPL(library, op)                    \
+  library.impl(#op, TORCH_BOX(&adaptiveload::ops::op));   \
+  library.impl(#op "_bare", TORCH_BOX(&adaptiveload::ops::op))

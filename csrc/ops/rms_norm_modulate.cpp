@@ -68,6 +68,6 @@ std::vector<Tensor> rms_norm_modulate_backward(const Tensor& grad, const Tensor&
 }  // namespace adaptiveload::ops
 
 STABLE_TORCH_LIBRARY_IMPL(adaptiveload, CUDA, m) {
-  m.impl("rms_norm_modulate", TORCH_BOX(&adaptiveload::ops::rms_norm_modulate));
-  m.impl("rms_norm_modulate_backward", TORCH_BOX(&adaptiveload::ops::rms_norm_modulate_backward));
+  ADAPTIVELOAD_IMPL(m, rms_norm_modulate);
+  ADAPTIVELOAD_IMPL(m, rms_norm_modulate_backward);
 }

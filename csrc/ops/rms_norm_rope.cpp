@@ -105,6 +105,6 @@ std::vector<Tensor> rms_norm_rope_backward(const Tensor& grad, const Tensor& x, 
 }  // namespace adaptiveload::ops
 
 STABLE_TORCH_LIBRARY_IMPL(adaptiveload, CUDA, m) {
-  m.impl("rms_norm_rope", TORCH_BOX(&adaptiveload::ops::rms_norm_rope));
-  m.impl("rms_norm_rope_backward", TORCH_BOX(&adaptiveload::ops::rms_norm_rope_backward));
+  ADAPTIVELOAD_IMPL(m, rms_norm_rope);
+  ADAPTIVELOAD_IMPL(m, rms_norm_rope_backward);
 }

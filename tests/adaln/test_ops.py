@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from diffusers.models.embeddings import apply_rotary_emb
+from functorch.compile import make_boxed_func
 from support.adaln_cases import (
     assert_as_close_as_eager,
     eager_gate_residual,
@@ -15,6 +16,8 @@ from support.adaln_cases import (
     relative_error,
     run,
 )
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaptiveload_hf.adaln import ops, reference
 
@@ -180,6 +183,40 @@ def raw_arguments(rows):
 def test_opcheck_passes_for_every_forward_and_backward_op(index, rows):
     op, args = list(raw_arguments(rows))[index]
     torch.library.opcheck(op.default, args)
+    bare = getattr(torch.ops.adaptiveload, f"{op.__name__}_bare")
+    torch.library.opcheck(bare.default, [arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args])
+
+
+@pytest.mark.parametrize("name", ops.OPS)
+def test_a_compiled_graph_holds_ops_without_autograd_and_a_mode_sees_them_by_their_names(name):
+    function, _, leaves = cases(3)[name]
+    inputs, graphs = {f"argument{i}": leaf for i, leaf in enumerate(leaves)}, []
+
+    def collect(graph, _):
+        graphs.extend(str(node.target) for node in graph.graph.nodes if "adaptiveload" in str(node.target))
+        return make_boxed_func(graph.forward)
+
+    def call(**tensors):
+        return function(*tensors.values())
+
+    run(torch.compile(call, fullgraph=True, backend=aot_autograd(fw_compiler=collect)), inputs)
+    assert graphs == [f"adaptiveload.{name}_bare.default", f"adaptiveload.{name}_backward_bare.default"]
+    with Names() as seen:
+        run(call, inputs)
+    assert seen.names == [f"adaptiveload.{name}.default", f"adaptiveload.{name}_backward.default"]
+
+
+class Names(TorchDispatchMode):
+    """Collects the names of our ops."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "adaptiveload" in str(func):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("name", ops.OPS)
