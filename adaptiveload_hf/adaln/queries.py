@@ -5,13 +5,14 @@ autograd for every view, two norms, and two sums over all of the gradients of x.
 these sums accumulate in the matrix products.
 """
 
+import itertools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from . import ops as fused_ops
-from .projections import differentiated, in_fours, is_plain, projected, projection_of
+from .projections import differentiated, in_fours, is_plain, needs_of, projected, projection_of, trained_of
 from .reference import compute_dtype, inverse_rms
 from .registry import bits_of, gradients_of, keep, kept, run
 from .runtime import FusedOps
@@ -68,7 +69,8 @@ def queries_keys_values(
     eps, scalings = (norms[0].eps, norms[1].eps), (scaling_q, scaling_k, scaling_v)
     settings = _Settings(attn.heads, eps, of_x, scalings, bool(ops.options))
     cos, sin = (None, None) if rotary_emb is None else rotary_emb
-    return _apply(settings, x, text, cos, sin, norm_q, norm_k, *q, *k, *v)
+    tensors = cos, sin, norm_q, norm_k, *q, *k, *v
+    return _apply(settings, tensors, x, text, *trained_of(tensors))
 
 
 def _is_kept_for_nothing(x: Tensor, projections: list) -> bool:
@@ -81,10 +83,12 @@ def _is_kept_for_nothing(x: Tensor, projections: list) -> bool:
 
 
 class _QueriesKeysValues(torch.autograd.Function):
-    """Gradients: through the norms by their ops, then as `projections` does."""
+    """Gradients: through the norms by their ops, then as `projections` does. Arguments as there."""
 
     @staticmethod
-    def forward(ctx, settings, x, text, cos, sin, norm_q, norm_k, *tensors):
+    def forward(ctx, settings, tensors, x, text, *_):
+        ctx.needs = needs_of(tensors)
+        cos, sin, norm_q, norm_k, *tensors = tensors
         (q, h_q), (k, h_k), (v, h_v) = _projections(settings, x, text, in_fours(tensors))
         turned_q, rstd_q = _normed(settings, q, norm_q, cos, sin, 0)
         turned_k, rstd_k = _normed(settings, k, norm_k, cos, sin, 1)
@@ -101,7 +105,8 @@ class _QueriesKeysValues(torch.autograd.Function):
         x, text, cos, q, k, rstd_q, rstd_k, *hs = ctx.saved_tensors
         sin, norm_q, norm_k, *tensors = kept(ctx)
         settings, tensors = ctx.settings, in_fours(tensors)
-        _, x_needs, text_needs, _, _, norm_q_needs, norm_k_needs, *needs = ctx.needs_input_grad
+        _, _, x_needs, text_needs, *_ = ctx.needs_input_grad
+        _, _, norm_q_needs, norm_k_needs, *needs = ctx.needs
         if torch.is_grad_enabled():  # the gradients of the norms depend on x, too
             (q, _), (k, _), _ = _projections(settings, x, text, tensors)
         grad_q, grad_norm_q = _through_norm(ctx, grad_q, q, rstd_q, norm_q, cos, sin, 0, norm_q_needs)
@@ -114,7 +119,8 @@ class _QueriesKeysValues(torch.autograd.Function):
                 dx, of_some = differentiated(of.flatten(0, 1), *some, of_needs)
             dxs.append(None if dx is None else dx.view(of.shape))
             found += of_some
-        return None, *dxs, None, None, grad_norm_q, grad_norm_k, *found
+        found = itertools.compress((None, None, grad_norm_q, grad_norm_k, *found), ctx.needs)
+        return None, None, *dxs, *found
 
 
 # Function.apply looks at every argument for what torch.func leaves behind, which `is_plain` has excluded.

@@ -153,6 +153,20 @@ def of_another_dtype(model):
     model.to_q.lora_A["default"].double()
 
 
+def kept_elsewhere(model):
+    """As FSDP's first version keeps parameters: in one flat tensor, of which modules have plain views."""
+    base = model.to_q.base_layer
+    weight = base.weight.detach().clone()
+    del base.weight
+    base.weight = weight
+
+
+def bias_kept_elsewhere(model):
+    bias = model.to_v.bias.detach().clone()
+    del model.to_v.bias
+    model.to_v.bias = bias
+
+
 def hooked_dropout(model):
     model.to_q.lora_dropout["default"].register_forward_hook(lambda *_: None)
 
@@ -162,15 +176,16 @@ def scaled_by_a_tensor(model):
 
 
 CHANGES = [hooked, hooked_base, subclassed, with_a_second_adapter, merged, switched_off, of_another_dtype]
-CHANGES += [hooked_dropout, scaled_by_a_tensor]
+CHANGES += [hooked_dropout, scaled_by_a_tensor, kept_elsewhere, bias_kept_elsewhere]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_what_is_not_plain_is_called(change, linears_called):
     model, x = make(), make_x()
     change(model)
+    expected = model(x)
     linears_called.clear()
-    together(model, x)
+    assert torch.equal(together(model, x), expected)
     assert len(linears_called) == 2
 
 
