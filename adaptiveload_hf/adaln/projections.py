@@ -86,6 +86,8 @@ class _Project(torch.autograd.Function):
 
 # Function.apply looks at every argument for what torch.func leaves behind, which `is_plain` has excluded.
 _apply = super(torch.autograd.Function, _Project).apply
+# What autograd calls first: two functions of torch would only find `backward` by it.
+_Project._backward_cls.apply = _Project.backward
 
 
 def projected(

@@ -125,6 +125,7 @@ class _QueriesKeysValues(torch.autograd.Function):
 
 # Function.apply looks at every argument for what torch.func leaves behind, which `is_plain` has excluded.
 _apply = super(torch.autograd.Function, _QueriesKeysValues).apply
+_QueriesKeysValues._backward_cls.apply = _QueriesKeysValues.backward  # as in `projections`
 
 
 def _projections(settings: _Settings, x: Tensor, text: Tensor | None, tensors: list) -> list:
