@@ -1,5 +1,7 @@
 """Are the registered ops right on the CPU: values, gradients, torch's own checks, what they keep?"""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ from support.adaln_cases import (
 )
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from adaptiveload_hf.adaln import ops, reference
 
@@ -204,6 +207,24 @@ def test_a_compiled_graph_holds_ops_without_autograd_and_a_mode_sees_them_by_the
     with Names() as seen:
         run(call, inputs)
     assert seen.names == [f"adaptiveload.{name}.default", f"adaptiveload.{name}_backward.default"]
+
+
+def test_a_policy_of_selective_checkpointing_knows_ops_by_their_names_when_compiled_too():
+    x, seen = torch.randn(1, 4, 8, requires_grad=True), []
+
+    def keep_ours(_, op, *args, **kwargs):
+        seen.append(str(op))
+        ours = "adaptiveload" in str(op)
+        return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def call(x):
+        contexts = functools.partial(create_selective_checkpoint_contexts, keep_ours)
+        return checkpoint(lambda x: ops.layer_norm_modulate(x).sin(), x, use_reentrant=False, context_fn=contexts)
+
+    for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        seen.clear()
+        function(x).sum().backward()
+        assert "adaptiveload.layer_norm_modulate.default" in seen
 
 
 class Names(TorchDispatchMode):
