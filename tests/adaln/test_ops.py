@@ -224,7 +224,7 @@ def test_a_policy_of_selective_checkpointing_knows_ops_by_their_names_when_compi
     for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
         seen.clear()
         function(x).sum().backward()
-        assert "adaptiveload.layer_norm_modulate.default" in seen
+        assert {name for name in seen if "adaptiveload" in name} == {"adaptiveload.layer_norm_modulate.default"}
 
 
 class Names(TorchDispatchMode):
