@@ -265,7 +265,8 @@ cudaError_t launch_few(const GateBackward& p, const ColumnSums& sums_of, cudaStr
   auto kernel = gate_backward_few<__nv_bfloat16>;
   if (p.grad.dtype == Dtype::float32) kernel = gate_backward_few<float>;
   if (p.grad.dtype == Dtype::float16) kernel = gate_backward_few<__half>;
-  return launch_early(kernel, static_cast<unsigned>(segments.blocks()), kFewGateThreads, 0, stream, p, sums_of, segments);
+  const int threads = segments.tokens <= kFewestGateThreads ? kFewestGateThreads : kFewGateThreads;
+  return launch_early(kernel, static_cast<unsigned>(segments.blocks()), threads, 0, stream, p, sums_of, segments);
 }
 
 }  // namespace

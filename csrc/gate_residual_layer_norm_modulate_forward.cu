@@ -4,10 +4,13 @@
 // forward_rows: a block owns all columns of R rows at a time, a thread eight columns in each, whose factor, gain and
 // offset stay in registers as long as the rows share them. The rows of x and y to come are on their way into a ring in
 // shared memory meanwhile. Both are read once, both results written once: 8 bytes an element in 16-bit types. Stores that
-// leave the L2 cache first are 1% slower here. Everything else (mixed dtypes, no alignment, a modulation row per token)
-// takes the kernels of gate_residual and layer_norm_modulate, one after the other: the same result, 10 bytes.
+// leave the L2 cache first are 1% slower here.
+// gated_few (gate_residual_layer_norm_modulate_few.cuh): few rows, without a ring.
+// Everything else (mixed dtypes, no alignment, a modulation row per token) takes the kernels of gate_residual and
+// layer_norm_modulate, one after the other: the same result, 10 bytes.
 #include <initializer_list>
 
+#include "gate_residual_layer_norm_modulate_few.cuh"
 #include "launch.cuh"
 #include "modulation.cuh"
 #include "rows.cuh"
@@ -207,7 +210,22 @@ bool launch_rows(const GatedNormForward& p, cudaStream_t stream, cudaError_t* er
   return true;
 }
 
+template <typename T>
+cudaError_t launch_few(const GatedNormForward& p, cudaStream_t stream) {
+  const int threads = threads_for(p.shape.width);
+  const auto blocks = static_cast<unsigned>(p.shape.batch * p.shape.tokens);
+  return launch_early(gated_few<T>, blocks, threads, 0, stream, p, joined_warps(threads));
+}
+
 bool launch_rows(const GatedNormForward& p, cudaStream_t stream, cudaError_t* error) {
+  if (p.shape.batch * p.shape.tokens <= kFewGatedRows && threads_for(p.shape.width) <= kFewThreads) {
+    switch (p.x.dtype) {
+      case Dtype::float32: *error = launch_few<float>(p, stream); break;
+      case Dtype::float16: *error = launch_few<__half>(p, stream); break;
+      default: *error = launch_few<__nv_bfloat16>(p, stream);
+    }
+    return true;
+  }
   switch (p.x.dtype) {
     case Dtype::float32: return launch_rows<float>(p, stream, error);
     case Dtype::float16: return launch_rows<__half>(p, stream, error);

@@ -202,13 +202,6 @@ Pipeline pipeline_of(const Shape& shape) {
   return {std::clamp(Tiling::kMostThreads / threads, 1, kMostGroups), threads, 3};
 }
 
-// Rounded up to a power of two.
-int joined_warps(int threads) {
-  int warps = 1;
-  while (warps * 32 < threads) warps *= 2;
-  return warps;
-}
-
 template <Rows KIND>
 Segments segments_of(const Shape& shape) {
   return cut(shape, 1, pipeline_of<KIND>(shape).groups);

@@ -31,6 +31,13 @@ __device__ __forceinline__ void join(float& mean, float& squares, float weight, 
   squares -= sum * sum * one_by_total;
 }
 
+// The warps of `threads` threads, rounded up to a power of two: lanes that join their moments.
+inline int joined_warps(int threads) {
+  int warps = 1;
+  while (warps * 32 < threads) warps *= 2;
+  return warps;
+}
+
 // How many columns of a row of `width` are those of warp `warp` of `threads` threads.
 template <int NV>
 __device__ __forceinline__ float columns_of(int warp, int threads, int width) {
@@ -44,6 +51,37 @@ __device__ __forceinline__ float columns_of(int warp, int threads, int width) {
 // kOneRow of them, beyond four in 16-bit types. On an H200 at 256, 1,024 and 2,048 rows of 1,536 columns 2.5, 4.2 and
 // 6.3 us, with rows fetched ahead 4.3, 6.3 and 7.6.
 constexpr int64_t kFewForwardRows = 2048, kOneRow = 256;
+
+// Mean and 1 / standard deviation of a row of which each thread of a block has a pack in registers.
+template <bool MEAN>
+struct RowMoments {
+  int warp = threadIdx.x / 32, warps = blockDim.x / 32, lanes, other;
+  float one_by_width, one_by_warp, other_columns;
+
+  // lanes: joined_warps(of a block). After the barrier a lane reads the part of warp `other`.
+  __device__ __forceinline__ RowMoments(int width, int lanes)
+      : lanes(lanes), other(threadIdx.x % lanes), one_by_width(1.f / width),
+        one_by_warp(1.f / fmaxf(columns_of<1>(warp, blockDim.x, width), 1.f)),
+        other_columns(other < warps ? columns_of<1>(other, blockDim.x, width) : 0.f) {}
+
+  // Before a barrier of the block.
+  __device__ __forceinline__ void post(const float (&x)[kPack], bool mine, float2* joints) const {
+    float mean = 0.f, squares = 0.f;
+    if (MEAN) mean = (((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]))) * (1.f / kPack);
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) squares += (x[i] - mean) * (x[i] - mean);
+    squares = mine ? squares : 0.f;
+    join<MEAN>(mean, squares, mine ? kPack : 0.f, __shfl_sync(~0u, mean, 0), one_by_warp, 32);
+    if (threadIdx.x % 32 == 0) joints[warp] = make_float2(mean, squares);
+  }
+  // After it.
+  __device__ __forceinline__ float2 read(const float2* joints, float eps) const {
+    const float2 joint = joints[min(other, warps - 1)];
+    float mean = joint.x, squares = other < warps ? joint.y : 0.f;
+    join<MEAN>(mean, squares, other_columns, joints[0].x, one_by_width, lanes);
+    return make_float2(mean, rsqrtf(squares * one_by_width + eps));
+  }
+};
 
 template <typename T, bool MEAN, int R>
 __global__ void __launch_bounds__(kFewThreads)
@@ -63,35 +101,24 @@ __global__ void __launch_bounds__(kFewThreads)
   for (int r = 0; r < R; ++r) packs[r] = load_pack(row_at(p.x, r) + column);
   float gain[kPack], offset[kPack], x[kPack];
   load_affine<Access::either>(p, at.batch, at.modulation_row, 0, gain, offset);
-  const int warp = threadIdx.x / 32, warps = blockDim.x / 32, other = threadIdx.x % joined;
-  const float one_by_width = 1.f / width, one_by_warp = 1.f / fmaxf(columns_of<1>(warp, blockDim.x, width), 1.f);
+  const RowMoments<MEAN> moments(width, joined);
 #pragma unroll
   for (int r = 0; r < R; ++r) {
-    float mean = 0.f, squares = 0.f;
     packs[r].read(x);
-    if (MEAN) mean = (((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]))) * (1.f / kPack);
-#pragma unroll
-    for (int i = 0; i < kPack; ++i) squares += (x[i] - mean) * (x[i] - mean);
-    squares = mine ? squares : 0.f;
-    join<MEAN>(mean, squares, mine ? kPack : 0.f, __shfl_sync(~0u, mean, 0), one_by_warp, 32);
-    if (threadIdx.x % 32 == 0) joints[r][warp] = make_float2(mean, squares);
+    moments.post(x, mine, joints[r]);
   }
   __syncthreads();
   let_next_kernel_start();
-  const float other_columns = other < warps ? columns_of<1>(other, blockDim.x, width) : 0.f;
 #pragma unroll
   for (int r = 0; r < R; ++r) {
     if (first_row + r > last_row) break;
-    const float2 joint = joints[r][min(other, warps - 1)];
-    float mean = joint.x, squares = other < warps ? joint.y : 0.f;
-    join<MEAN>(mean, squares, other_columns, joints[r][0].x, one_by_width, joined);
-    const float rstd = rsqrtf(squares * one_by_width + p.eps);
+    const float2 moment = moments.read(joints[r], p.eps);
     if (threadIdx.x == 0) {
-      store_stats<MEAN>(p.stats, at.batch * p.shape.tokens + at.first + first_row + r, mean, rstd);
+      store_stats<MEAN>(p.stats, at.batch * p.shape.tokens + at.first + first_row + r, moment.x, moment.y);
     }
     packs[r].read(x);
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) x[i] = (x[i] - mean) * rstd * gain[i] + offset[i];
+    for (int i = 0; i < kPack; ++i) x[i] = (x[i] - moment.x) * moment.y * gain[i] + offset[i];
     if (mine) store_pack(row_at(p.y, r) + column, x);
   }
 }
