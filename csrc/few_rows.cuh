@@ -1,7 +1,7 @@
-// How do backward kernels take few rows? They end before rows fetched ahead of time would pay, and a second kernel for
-// the sums over rows would take longer than they do. So a group of threads asks for all of its R rows at once, and other blocks of
-// the same kernel own 16 columns of a segment each, read them of all its rows, which the cache has by then, and make
-// the sums. Nobody waits for another block.
+// How does the norm's backward take few rows? It ends before rows fetched ahead of time would pay, and a second kernel
+// for the sums over rows would take longer than it does. So a group of threads asks for all of its R rows at once, and
+// other blocks of the same kernel own 16 columns of a segment each, read them of all its rows, which the cache has by
+// then, and make the sums. Nobody waits for another block.
 #pragma once
 
 #include "column_sums.cuh"
@@ -12,6 +12,8 @@
 namespace adaptiveload {
 
 constexpr int64_t kFewRows = 1024;     // more read twice take longer than two kernels
+constexpr int64_t kFewWidth = 2048;    // wider ones too: on an H200 12 us for 11 at 512 rows of 3,072, 26 for 19 at
+                                       // 1,024 of 5,120
 constexpr int64_t kFewSegments = 4;
 constexpr int kFewThreads = 768;       // of a block, and so rows of up to 6144 columns
 constexpr int kFewGroups = 2;          // that own rows, of a block: more threads for those that own columns
@@ -30,7 +32,7 @@ struct FewRows {
 inline bool few_rows(const Shape& shape, bool total) {
   const int64_t segments = shape.batch * shape.rows;
   return !row_per_token(shape) && shape.batch * shape.tokens <= kFewRows && segments <= (total ? 1 : kFewSegments) &&
-         threads_for(shape.width) <= kFewThreads;
+         shape.width <= kFewWidth;
 }
 inline FewRows few_rows_grid(const Shape& shape, int rows_of_block, bool sums) {
   Segments segments = cut(shape, 1, 1);

@@ -254,25 +254,33 @@ bool sums_wanted(const GateBackward& p) {
   return p.dgate_table != nullptr || (!row_per_token(p.shape) && p.dgate.data != nullptr);
 }
 
-// Does one kernel do it all, without partial sums?
-bool few(const GateBackward& p) {
-  return sums_wanted(p) && few_rows(p.shape, p.dgate_table != nullptr) && rows_in_pieces(p, true);
+// Does one kernel do it all, without partial sums? In clusters, where there are some.
+bool few(const GateBackward& p, bool* clusters) {
+  const bool total = p.dgate_table != nullptr;
+  if (!sums_wanted(p) || !rows_in_pieces(p, true)) return false;
+  if (p.shape.batch * p.shape.rows > (total ? 1 : kFewSegments)) return false;
+  if (prepare(reinterpret_cast<const void*>(gate_backward_few<float>), clusters) != cudaSuccess) return false;
+  const int64_t rows = p.shape.batch * p.shape.tokens;
+  return *clusters ? rows * p.shape.width <= kFewGateElements : rows <= kFewRows;
 }
 
-cudaError_t launch_few(const GateBackward& p, const ColumnSums& sums_of, cudaStream_t stream) {
-  Segments segments = few_rows_grid(p.shape, 1, true).rows;
-  segments.chunks = few_rows_grid(p.shape, 1, true).column_blocks;
+cudaError_t launch_few(const GateBackward& p, const ColumnSums& sums_of, bool clusters, cudaStream_t stream) {
+  Segments segments = cut(p.shape, 1, 1);
+  const int64_t columns = (clusters ? kClusterPacks : kLonePacks) * kPack;
+  segments.chunks = static_cast<int>((p.shape.width + columns - 1) / columns);
   auto kernel = gate_backward_few<__nv_bfloat16>;
   if (p.grad.dtype == Dtype::float32) kernel = gate_backward_few<float>;
   if (p.grad.dtype == Dtype::float16) kernel = gate_backward_few<__half>;
-  const int threads = segments.tokens <= kFewestGateThreads ? kFewestGateThreads : kFewGateThreads;
-  return launch_early(kernel, static_cast<unsigned>(segments.blocks()), threads, 0, stream, p, sums_of, segments);
+  const auto blocks = static_cast<unsigned>(segments.blocks());
+  if (!clusters) return launch_early(kernel, blocks, kFewGateThreads, 0, stream, p, sums_of, segments);
+  return launch_clusters(kernel, blocks * kClusterBlocks, kFewGateThreads, kClusterBlocks, stream, p, sums_of, segments);
 }
 
 }  // namespace
 
 int64_t gate_backward_partials(const GateBackward& p) {
-  if (!sums_wanted(p) || few(p)) return 0;
+  bool clusters = false;
+  if (!sums_wanted(p) || few(p, &clusters)) return 0;
   const int64_t blocks = std::max(backward_segments(p.shape).blocks(), any_backward_grid(p.shape).segments.blocks());
   return blocks * p.shape.width;
 }
@@ -307,7 +315,8 @@ cudaError_t gate_residual_backward(const GateBackward& p, cudaStream_t stream) {
   if (!per_token) totals.dgate = p.dgate;
   totals.dgate_table = p.dgate_table;
   cudaError_t error = cudaSuccess;
-  if (!empty && few(p)) return launch_few(p, totals, stream);
+  bool clusters = false;
+  if (!empty && few(p, &clusters)) return launch_few(p, totals, clusters, stream);
   if (!empty && !launch_rows(p, sums, stream, &error)) {
     const Grid grid = any_backward_grid(p.shape);
     const bool pieces = all_aligned(p.shape, {p.grad, p.y, p.gate, p.gate_table, p.dy, p.dgate});

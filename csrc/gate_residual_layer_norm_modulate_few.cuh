@@ -6,12 +6,13 @@
 namespace adaptiveload {
 
 // On an H200 at 256 and 512 rows of 1,536 columns 3.3 and 4.1 us, with rows fetched ahead 4.4 and 4.9; at 1,024 7.2, and
-// 5.9 with two or four rows a block, 6.2 with rows fetched ahead.
-constexpr int64_t kFewGatedRows = 512;
+// 5.9 with two or four rows a block, 6.2 with rows fetched ahead. At 256 and 512 of 3,072 4.1 for 4.9, and 7.3 for 6.2.
+constexpr int64_t kFewGatedElements = 512 * 1536;
+constexpr int kFewGatedThreads = 384;
 
 template <typename T>
-__global__ void __launch_bounds__(kFewThreads) gated_few(const GatedNormForward p, const int joined) {
-  __shared__ float2 joints[kFewThreads / 32];
+__global__ void __launch_bounds__(kFewGatedThreads) gated_few(const GatedNormForward p, const int joined) {
+  __shared__ float2 joints[kFewGatedThreads / 32];
   const int width = static_cast<int>(p.shape.width);
   const unsigned tokens = p.shape.tokens, batch = blockIdx.x / tokens, token = blockIdx.x % tokens;
   const unsigned modulation_row = token / (tokens / static_cast<unsigned>(p.shape.rows));

@@ -218,7 +218,8 @@ cudaError_t launch_few(const GatedNormForward& p, cudaStream_t stream) {
 }
 
 bool launch_rows(const GatedNormForward& p, cudaStream_t stream, cudaError_t* error) {
-  if (p.shape.batch * p.shape.tokens <= kFewGatedRows && threads_for(p.shape.width) <= kFewThreads) {
+  if (p.shape.batch * p.shape.tokens * p.shape.width <= kFewGatedElements &&
+      threads_for(p.shape.width) <= kFewGatedThreads) {
     switch (p.x.dtype) {
       case Dtype::float32: *error = launch_few<float>(p, stream); break;
       case Dtype::float16: *error = launch_few<__half>(p, stream); break;

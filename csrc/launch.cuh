@@ -59,6 +59,37 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
+// What blocks of a cluster do together, on Hopper and later; elsewhere a block is alone. Each is for all its threads.
+// Memory of another block may be used once that has begun, and a block may end when no other uses its memory any more.
+__device__ __forceinline__ void cluster_begins() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_has_begun() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_cluster() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+  __syncthreads();
+#endif
+}
+// To where `place`, of my shared memory, lies in that of the first block of my cluster.
+__device__ __forceinline__ void store_in_first_block(float* place, float value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(place));
+  asm volatile("mapa.shared::cluster.u32 %0, %0, 0;" : "+r"(address));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+#else
+  *place = value;
+#endif
+}
+
 // Launches a kernel that begins with wait_for_previous_kernel(): on Hopper and later before the previous one has ended,
 // if `early`, and with `feeders` more threads a block (feed.cuh). Code built for older GPUs neither waits nor has
 // feeders, also where it runs on a newer one. Not early: behind a memset, which is no kernel.
@@ -79,6 +110,25 @@ cudaError_t launch_fed(void (*kernel)(Parameters...), unsigned blocks, dim3 thre
   config.stream = stream;
   config.attrs = &overlap;
   config.numAttrs = hopper && early ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+}
+
+// Launches a kernel that begins as above, its blocks in clusters of `cluster`.
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_clusters(void (*kernel)(Parameters...), unsigned blocks, unsigned threads, unsigned cluster,
+                            cudaStream_t stream, Arguments&&... arguments) {
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = cluster;
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = blocks;
+  config.blockDim = threads;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = 2;
   return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
 }
 

@@ -271,7 +271,8 @@ bool launch_rows(const LayerNormForward& p, cudaStream_t stream, cudaError_t* er
     for (const Array& a : {p.scale, p.shift}) fits = fits && aligned(a) && (!a.data || a.dtype == p.x.dtype);
   }
   if (!fits) return false;
-  if (!per_token && p.shape.batch * p.shape.tokens <= kFewForwardRows && threads_for(p.shape.width) <= kFewThreads) {
+  const int64_t elements = p.shape.batch * p.shape.tokens * p.shape.width;
+  if (!per_token && elements <= kFewForwardElements && threads_for(p.shape.width) <= kFewThreads) {
     switch (p.x.dtype) {
       case Dtype::float32: *error = launch_few<float>(p, stream); break;
       case Dtype::float16: *error = launch_few<__half>(p, stream); break;
