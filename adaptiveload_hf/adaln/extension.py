@@ -10,6 +10,9 @@ from .schema_digest import MARK, schema_digest
 OLDEST_TORCH = (2, 11)
 
 _PATH = Path(__file__).parent.parent / "_C.abi3.so"
+# What CUDA answers where no code of the build is for a GPU, or where its driver cannot compile the PTX.
+_NO_CODE = (98, 200, 209, 218, 221, 222, 223)
+_OUT_OF_MEMORY = 2
 _BUILD = "`pip install --no-build-isolation .` in a checkout, after torch and with nvcc"
 
 
@@ -37,10 +40,19 @@ def find_problem(path: Path) -> str | None:
 
 @functools.cache
 def device_problem(device: int) -> str | None:
-    """Why the loaded extension cannot run on this GPU, or None."""
+    """Why the loaded extension cannot run on this GPU, or None.
+
+    Raises:
+        torch.OutOfMemoryError: the GPU is full: there is no telling, and another call may succeed.
+        RuntimeError: another CUDA error, that of an earlier kernel for instance.
+    """
     code = torch.ops.adaptiveload.device_error(device)
     if code == 0:
         return None
+    if code == _OUT_OF_MEMORY:
+        raise torch.OutOfMemoryError(f"CUDA out of memory. No kernel of adaptiveload could be loaded on GPU {device}.")
+    if code not in _NO_CODE:
+        raise RuntimeError(f"adaptiveload: CUDA error {code} where its kernels were to be loaded on GPU {device}.")
     major, minor = torch.cuda.get_device_capability(device)
     name = torch.cuda.get_device_name(device)
     return (

@@ -241,6 +241,26 @@ def test_an_extension_without_code_for_the_gpu_is_named_with_the_remedy(monkeypa
     assert "TORCH_CUDA_ARCH_LIST=10.0" in problem
 
 
+@pytest.mark.parametrize(
+    "code, kind, message",
+    [
+        (2, torch.OutOfMemoryError, "CUDA out of memory. No kernel of adaptiveload could be loaded on GPU 0"),
+        (700, RuntimeError, "CUDA error 700 where its kernels were to be loaded on GPU 0"),
+    ],
+)
+def test_any_other_error_of_the_gpu_is_raised_and_the_next_call_asks_again(monkeypatch, code, kind, message):
+    class Namespace:
+        device_error = staticmethod(lambda device: codes.pop())
+
+    codes = [0, code]
+    monkeypatch.setattr(torch.ops, "adaptiveload", Namespace)
+    extension.device_problem.cache_clear()
+    with pytest.raises(kind, match=message):
+        extension.device_problem(0)
+    assert extension.device_problem(0) is None
+    extension.device_problem.cache_clear()
+
+
 def test_importing_the_ops_starts_no_cuda_context():
     script = "import torch, adaptiveload_hf.adaln.ops; assert not torch.cuda.is_initialized()"
     subprocess.run([sys.executable, "-c", script], check=True)
