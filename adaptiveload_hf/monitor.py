@@ -96,22 +96,32 @@ class TrainingMonitor:
             return None
         if len(self._losses) != len(self._micro_steps):
             raise RuntimeError("iterate over the monitor, and call micro_step_done once for each batch")
-        received = self._exchange(flag)
+        sent = self._exchange(flag)
+        # While the device still works: whatever comes after the numbers are read, it waits for.
+        world_size = self._schedule.world_size
+        numbers = np.array(self._micro_steps)[:, None] * world_size + np.arange(world_size)
+        cost = self._schedule.cost[numbers]
+        described = {**self._describe(numbers, cost), **counted_since(self._counters)}
+        received = sent.cpu().double().numpy()  # waits for the device to end this step
+        seconds = time.perf_counter() - self._start
         paces, blocks = received[:, 2], received[:, 3:]
-        metrics = {"loss": float(received[:, 0].mean()), "flag": bool(received[:, 1].any())}
-        metrics |= {**self._describe(), **counted_since(self._counters)}
+        metrics = {"loss": float(received[:, 0].mean()), "flag": bool(received[:, 1].any()), "seconds": seconds}
+        metrics |= described
+        metrics |= {f"{what}_per_second": metrics[what] / seconds for what in ("samples", "tokens")}
+        if self._in_seconds:
+            metrics["achieved_efficiency"] = float(cost.mean(1).sum() / seconds)
         if np.isfinite(blocks).all():
             metrics["measured_balance_efficiency"] = float(blocks.mean(0).sum() / blocks.max(0).sum())
-        metrics["findings"] = [*self._drift.update(metrics, self._costs()), *self._pace.compare(paces)]
+        metrics["findings"] = [*self._drift.update(metrics, cost), *self._pace.compare(paces)]
         self._block_seconds = [seconds_between(pair) for pair in self._pairs]
-        self._pace.update(sum(self._block_seconds), self._costs()[:, self.loader.rank].sum())
+        self._pace.update(sum(self._block_seconds), cost[:, self.loader.rank].sum())
         self._begin_step()
         return metrics
 
-    def _exchange(self, flag: bool) -> np.ndarray:
+    def _exchange(self, flag: bool) -> torch.Tensor:
         """Of each process its loss, flag, pace, and the seconds in one block at each micro-step of the step before.
 
-        Reading the numbers waits for the device to end this step.
+        On the device, which has yet to fill it in.
         """
         blocks = self._block_seconds or [float("nan")] * len(self._losses)
         loss = torch.stack(self._losses).mean()
@@ -119,30 +129,21 @@ class TrainingMonitor:
         values = torch.tensor([0.0, flag, self._pace.value, *blocks], pin_memory=loss.is_cuda)
         sent = values.to(loss.device, non_blocking=True)
         sent[0] = loss
-        return self.accelerator.gather(sent[None]).double().cpu().numpy()
+        return self.accelerator.gather(sent[None])
 
-    def _numbers(self) -> np.ndarray:
-        """Of this step's micro-batches in the schedule, [K, W]."""
-        world_size = self._schedule.world_size
-        return np.array(self._micro_steps)[:, None] * world_size + np.arange(world_size)
+    def _describe(self, numbers: np.ndarray, cost: np.ndarray) -> dict:
+        """Counts over all ranks, from the schedule, without asking them; the wait for data is this rank's.
 
-    def _costs(self) -> np.ndarray:
-        return self._schedule.cost[self._numbers()]
-
-    def _describe(self) -> dict:
-        """Counts over all ranks, from the schedule, without asking them; seconds are this rank's."""
-        seconds = time.perf_counter() - self._start
-        schedule, numbers, cost = self._schedule, self._numbers(), self._costs()
+        Args:
+            numbers: of this step's micro-batches in the schedule, [K, W]. cost: theirs.
+        """
+        schedule = self._schedule
         sizes = schedule.sizes[numbers] * (schedule.loss_weight[numbers] > 0)  # weight 0 marks padding
-        samples, tokens = int(sizes.sum()), int((sizes * schedule.tokens[numbers]).sum())
         names = [[str(self.loader.plan.buckets[b].shape) for b in row] for row in schedule.bucket[numbers]]
         described: dict = {
-            "seconds": seconds,
             "data_wait_seconds": self._data_wait_seconds,
-            "samples": samples,
-            "tokens": tokens,
-            "samples_per_second": samples / seconds,
-            "tokens_per_second": tokens / seconds,
+            "samples": int(sizes.sum()),
+            "tokens": int((sizes * schedule.tokens[numbers]).sum()),
             "balance_efficiency": float(cost.mean(1).sum() / cost.max(1).sum()),
             "step_cv": float((cost.std(1) / cost.mean(1)).mean()),
             "micro_batches": [
@@ -152,7 +153,6 @@ class TrainingMonitor:
         }
         if self._in_seconds:
             described["predicted_seconds"] = float(cost.max(1).sum())
-            described["achieved_efficiency"] = float(cost.mean(1).sum() / seconds)
         return described
 
     def status_line(self, metrics: dict) -> str:
@@ -238,19 +238,27 @@ def repeated_block(model: nn.Module) -> nn.Module | None:
 
 
 def device_counters() -> dict[str, int]:
-    """Allocator retries of this rank's GPU, and graphs that torch.compile has made in this process, up to now."""
-    counted = {"allocator_retries": 0, "recompiles": 0}
-    if torch.cuda.is_available():
-        counted["allocator_retries"] = torch.cuda.memory_stats().get("num_alloc_retries", 0)
-    if "torch._dynamo.utils" in sys.modules:
-        counted["recompiles"] = sys.modules["torch._dynamo.utils"].counters["stats"]["unique_graphs"]
-    return counted
+    """Allocator retries and peak reserved bytes of this rank's GPU, 0 without one; and graphs that torch.compile made.
+
+    All since this process began.
+    """
+    # `memory_stats` would flatten and sort a hundred entries, and `max_memory_reserved` once more.
+    stats = torch.cuda.memory_stats_as_nested_dict() if torch.cuda.is_available() else {}
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return {
+        "allocator_retries": stats.get("num_alloc_retries", 0),
+        "recompiles": 0 if dynamo is None else dynamo.counters["stats"]["unique_graphs"],
+        "peak_reserved_bytes": stats["reserved_bytes"]["all"]["peak"] if "reserved_bytes" in stats else 0,
+    }
 
 
 def counted_since(earlier: dict[str, int]) -> dict:
-    """What was counted since `earlier`, and the peak memory of this rank in GiB, 0 without a GPU."""
-    peak = torch.cuda.max_memory_reserved() / 2**30 if torch.cuda.is_available() else 0.0
-    return {name: value - earlier[name] for name, value in device_counters().items()} | {"peak_reserved_gib": peak}
+    """What was counted since `earlier`, and the peak memory of this rank in GiB."""
+    now = device_counters()
+    peak_gib = now["peak_reserved_bytes"] / 2**30
+    return {name: now[name] - earlier[name] for name in ("allocator_retries", "recompiles")} | {
+        "peak_reserved_gib": peak_gib
+    }
 
 
 class CostDrift:
