@@ -316,9 +316,12 @@ def _given(shapes: tuple[LatentShape, ...], policy: str, given: Mapping) -> np.n
         name: size for name, size in given.items() if not isinstance(size, (int, np.integer)) or not 0 < size < 1 << 31
     }
     if unknown or missing or wrong:
+        found = [f"there is none for {', '.join(missing)}"] if missing else []
+        found += [f"no sample has the shape {', '.join(unknown)}"] if unknown else []
+        found += [f"{name} has {size!r}" for name, size in wrong.items()]
         raise UserError(
-            f"batch_sizes maps shapes of the dataset ({', '.join(names)}) to whole numbers from 1 on; unknown: "
-            f"{unknown}, missing: {missing}, no such number: {wrong}."
+            f"batch_sizes (of the bucket config or given by hand) hold a whole number from 1 on for shapes of the "
+            f"dataset, which are {', '.join(names)}, but {'; '.join(found)}."
         )
     return np.array([given.get(name, 0) for name in names], dtype=np.int64)
 
