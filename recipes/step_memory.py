@@ -3,7 +3,7 @@
 accelerate launch --config_file accelerate_configs/fsdp2.yaml --num_processes 2 recipes/step_memory.py \\
     --config recipes/runs/wan2.1_14b.json --num_layers 36 --points 1x60x104=1 21x60x104=1 --output_dir wan_14b
 
-Random weights and latents.
+Random weights and latents. Short steps vary with the host: `--kernels eager patched eager patched` takes turns.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import datetime
 import itertools
 import json
 import shlex
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -33,7 +34,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--kernels", nargs="+", choices=KERNELS, default=["eager", "patched"])
     add("--both_checkpointings", action="store_true",
         help="with and without diffusers' own; not where the launch configuration checkpoints")  # fmt: skip
-    add("--repeats", type=int, default=2, help="timed optimizer steps, the fastest counts")
+    add("--repeats", type=int, default=2, help="timed optimizer steps")
     return parser.parse_args(argv)
 
 
@@ -92,10 +93,11 @@ def measure(training: RandomTraining, shape: LatentShape, size: int, repeats: in
         wait_for_device(device)
         seconds.append(time.perf_counter() - start)
     memory = read_device_memory(device)
-    found = torch.tensor([memory.peak_gib, memory.reserved_gib, min(seconds, default=0.0)], device=device)
-    peak_gib, reserved_gib, least = accelerator.gather(found[None]).amax(0).tolist()
+    times = (min(seconds), statistics.median(seconds)) if seconds else (0.0, 0.0)
+    found = torch.tensor([memory.peak_gib, memory.reserved_gib, *times], device=device)
+    peak_gib, reserved_gib, least, median = accelerator.gather(found[None]).amax(0).tolist()
     row = {"shape": str(shape), "batch_size": size, "tokens": TokenGeometry().tokens(shape), "oom": oom}
-    row |= {"seconds": least, "peak_gib": peak_gib, "reserved_gib": reserved_gib}
+    row |= {"seconds": least, "median_seconds": median, "peak_gib": peak_gib, "reserved_gib": reserved_gib}
     if accelerator.is_main_process:
         print(row, flush=True)
     return row

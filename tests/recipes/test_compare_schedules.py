@@ -165,7 +165,7 @@ def test_step_memory_tries_both_kernels_with_and_without_the_checkpoint(tmp_path
     rows = [(r["checkpointing"], r["kernels"], r["shape"], r["batch_size"], r["tokens"]) for r in result["rows"]]
     sizes = (("1x4x4", 1, 4), ("2x4x8", 2, 16))
     assert rows == [(on, by, *size) for on in (True, False) for by in ("eager", "patched") for size in sizes]
-    assert all(row["seconds"] > 0 and not row["oom"] for row in result["rows"])
+    assert all(row["median_seconds"] >= row["seconds"] > 0 and not row["oom"] for row in result["rows"])
 
 
 RESULTS = sorted((ROOT / "recipes" / "results").glob("*_compare.json"))
