@@ -2,8 +2,8 @@
 //
 // A block owns a few columns of a segment and writes their dy, too. On Hopper and later a cluster of blocks shares its
 // rows, and its first block adds the sums that the others leave in its shared memory; before, one block has them all.
-// On an H200 at 256, 1,024 and 4,096 rows of 1,536 columns 3.2, 4.9 and 11.7 us, without clusters 3.9, 6.6 and 23, with
-// two kernels 15.5 at 4,096 and 24 at 8,192, where clusters take as long.
+// On an H200 at 256, 1,024 and 4,096 rows of 1,536 columns 3.9, 5.6 and 13.5 us; without clusters 3.9 and 6.4, with two
+// kernels 15.6 at 4,096.
 #pragma once
 
 #include "few_rows.cuh"
