@@ -192,7 +192,8 @@ def _contents(checkpoint: Path) -> dict:
     try:
         found = json.loads((checkpoint / CONTENTS).read_text())
         files = {name: (size, checksum) for name, (size, checksum) in found["files"].items()}
-        return {"files": files, "trained": dict(found["trained"]), "settings": dict(found["settings"])}
+        # Checkpoints of before there were settings are whole without.
+        return {"files": files, "trained": dict(found["trained"]), "settings": dict(found.get("settings", {}))}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{checkpoint} is damaged, or none of these trainers' checkpoints: {CONTENTS} in it says what was saved, "
@@ -224,11 +225,12 @@ def load_checkpoint(accelerator: Accelerator, model, checkpoint: Path, args) -> 
             + "\n  ".join(differences[:3])
             + "\nGive the model, --rank and --lora_target_modules of that run, or another --output_dir."
         )
-    for name, value in _settings(args).items():
-        if contents["settings"].get(name) != value:
+    settings = _settings(args)
+    for name, found in contents["settings"].items():
+        if found != settings.get(name):
             raise UserError(
-                f"{checkpoint} was trained with --{name} {contents['settings'].get(name)}, but this run has {value}, "
-                f"where its weights mean something else. Give the --{name} of that run, or another --output_dir."
+                f"{checkpoint} was trained with --{name} {found}, but this run has {settings.get(name)}, where its "
+                f"weights mean something else. Give the --{name} of that run, or another --output_dir."
             )
     accelerator.load_state(str(checkpoint))
 
@@ -314,5 +316,5 @@ def _step_of(line: str) -> float:
     """Of a line of metrics.jsonl; infinity where it is damaged, cut short by a full disk say."""
     try:
         return int(json.loads(line)["step"]) if line.endswith("\n") else math.inf
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         return math.inf

@@ -64,7 +64,8 @@ def _launcher() -> list[str]:
         return words  # `uv run`, or `timeout 3600 python`
     python, program, *options = words
     # `python /env/bin/accelerate launch` is what `accelerate launch` has become.
-    return [Path(python).name, program, *options] if program == "-m" else [Path(program).name, *options]
+    own_option = program.startswith("-")  # -m, or -u before it
+    return [Path(python).name, program, *options] if own_option else [Path(program).name, *options]
 
 
 def out_of_memory(

@@ -108,7 +108,11 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_what_is_left_and_
 
 def test_weights_that_were_trained_for_something_else_are_refused_though_names_and_sizes_fit(setup, run, tmp_path):
     contents = run / "checkpoint-2" / "contents.json"
-    contents.write_text(json.dumps({**json.loads(contents.read_text()), "settings": {"expert": "high_noise"}}))
+    saved = json.loads(contents.read_text())
+    assert saved.pop("settings") == {"expert": None, "lora_alpha": None}
+    contents.write_text(json.dumps(saved))  # as before there were settings
+    train_here(setup, run, *LATEST, max_train_steps=2)
+    contents.write_text(json.dumps({**saved, "settings": {"expert": "high_noise"}}))
     with pytest.raises(UserError, match=r"checkpoint-2 was trained with --expert high_noise, but this run has None"):
         train_here(setup, run, *LATEST, max_train_steps=3)
     adapter = ("--rank", 2, "--lora_alpha")
@@ -163,7 +167,7 @@ def test_an_output_dir_that_is_a_file_is_named(setup, tmp_path):
 def test_a_line_of_metrics_that_was_cut_short_or_damaged_is_dropped(tmp_path):
     lines = [json.dumps({"step": step, "samples": {}}) + "\n" for step in range(1, 5)]
     path = tmp_path / "metrics.jsonl"
-    damaged = lines[1][:9] + "\n" + lines[1][:-2] + "\n" + "\0\0}\n"
+    damaged = lines[1][:9] + "\n" + lines[1][:-2] + "\n" + "\0\0}\n" + '{"step": 1e999}\n'
     path.write_text(lines[0] + damaged + lines[1] + lines[2] + lines[3])
     keep_metrics_until(path, 3)
     assert path.read_text() == lines[0] + lines[1] + lines[2]

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -198,6 +199,9 @@ def test_a_resume_command_begins_with_the_launchers_own(tmp_path):
 
     rest = f"{script} --seed 1 --resume_from_checkpoint latest"
     assert said(sys.executable, str(launcher), *words) == f"accelerate launch --config_file 'a b.yaml' {rest}"
+    unbuffered = (sys.executable, "-u", str(launcher))
+    own = " ".join([Path(sys.executable).name, *unbuffered[1:]])
+    assert said(*unbuffered, *words) == f"{own} launch --config_file 'a b.yaml' {rest}"
     assert said(sys.executable, *words[3:]) == f"python {rest}"
     wrapped = ["timeout", "60", sys.executable]  # what else may stand there is kept as it is
     assert said(*wrapped, *words[3:]) == f"{' '.join(wrapped)} {rest}"
