@@ -148,19 +148,23 @@ def keep(ctx, *tensors: Tensor | None):
 
 
 def kept(ctx) -> tuple[Tensor | None, ...]:
-    """What `keep` was given.
+    """What `keep` was given. Unless the graph is retained it is let go, as saved tensors are, or a loss that outlives
+    its model would hold the frozen weights of LoRA.
 
     Raises:
         RuntimeError: a tensor was changed in place since, as autograd says of saved ones.
     """
-    for tensor, version in zip(ctx.kept, ctx.versions):
+    tensors = ctx.kept
+    for tensor, version in zip(tensors, ctx.versions):
         if version is not None and tensor._version != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"a tensor of shape {tuple(tensor.shape)} is at version {tensor._version}; expected version "
                 f"{version} instead, that of the forward."
             )
-    return ctx.kept
+    if not torch._C._autograd._get_current_graph_task_keep_graph():
+        ctx.kept = ()
+    return tensors
 
 
 def _wants_grad(args) -> bool:

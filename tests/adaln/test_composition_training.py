@@ -2,6 +2,8 @@
 
 import collections
 import functools
+import gc
+import weakref
 
 import pytest
 import safetensors.torch
@@ -119,6 +121,21 @@ def test_lora(family, patch_first, record):
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert trained == [name for name, parameter in unpatched.named_parameters() if parameter.requires_grad]
     assert trained and all("lora" in name for name in trained)
+
+
+@BOTH
+def test_a_loss_that_outlives_its_model_holds_no_frozen_weight_and_can_be_differentiated_twice_before(family):
+    model = composed(family, add_lora, True)
+    frozen = [weakref.ref(p) for p in model.parameters() if not p.requires_grad]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    loss = model(**tiny_inputs(family), return_dict=False)[0].square().mean()
+    loss.backward(retain_graph=True)
+    once = [p.grad.clone() for p in trained]
+    loss.backward()
+    torch.testing.assert_close([p.grad for p in trained], [2 * gradient for gradient in once])
+    del model
+    gc.collect()
+    assert frozen and not any(weight() is not None for weight in frozen)
 
 
 @BOTH
