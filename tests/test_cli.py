@@ -161,6 +161,8 @@ def test_simulate_shows_the_baseline_first_and_dealing_by_cost_ahead_of_it(run):
         "--dataset prepared "
         "--gradient_accumulation_steps 2"
     )
+    _, _, err = run(*SIMULATE, "--balance", "none", "--memory-limit-gib", "9.5", "--allow-extrapolation")
+    assert err.rstrip().endswith(" --balance none --memory_limit_gib 9.5 --allow_extrapolation")
 
 
 def test_simulate_crosses_policies_balances_ranks_and_accumulation(run):

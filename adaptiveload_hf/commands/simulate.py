@@ -102,10 +102,14 @@ def simulate(
     found = [loaded.assumptions(*pair, memory_limit_gib) for pair in itertools.product(world_sizes, accumulations)]
     for finding in dict.fromkeys(itertools.chain.from_iterable(found)):
         say(finding)
-    say_next(*_train_command(config, loaded, dataset, world_sizes[0], accumulations[0]))
+    options = ["--gradient_accumulation_steps", str(accumulations[0])]
+    options += ["--balance", *balance] if balance and len(balance) == 1 else []
+    options += ["--memory_limit_gib", f"{memory_limit_gib:g}"] if memory_limit_gib is not None else []
+    options += ["--allow_extrapolation"] if allow_extrapolation else []
+    say_next(*_train_command(config, loaded, dataset, world_sizes[0]), *options)
 
 
-def _train_command(config, loaded, dataset, world_size, accumulation):
+def _train_command(config, loaded, dataset, world_size):
     strategy, launch = loaded.environment.get("strategy"), []
     if strategy == "single" and world_size > 1:
         strategy = "fsdp2"
@@ -114,8 +118,7 @@ def _train_command(config, loaded, dataset, world_size, accumulation):
     name = "train_sd3.py" if loaded.model.get("class") == "SD3Transformer2DModel" else "train_wan.py"
     recipe = [f"recipes/{name}", "--bucket_config", config, "--output_dir", "run"]
     model = ["--pretrained_model_name_or_path", loaded.model.get("base_model") or "PIPELINE"]
-    data = ["--dataset", str(dataset or "PREPARED"), "--gradient_accumulation_steps", str(accumulation)]
-    return ["accelerate", "launch", *launch, *recipe, *model, *data]
+    return ["accelerate", "launch", *launch, *recipe, *model, "--dataset", str(dataset or "PREPARED")]
 
 
 def _simulation(row):
