@@ -78,8 +78,9 @@ def run_steps(accelerator: Accelerator, args, model, loader, scheduler, run, tot
             if stop:
                 break
         monitor.close()
+    if accelerator.is_main_process:
+        (output_dir / "STOP").unlink(missing_ok=True)  # one that came with the last step must not end the next run
     if step < total_steps and accelerator.is_main_process:
-        (output_dir / "STOP").unlink(missing_ok=True)
         say(f"stopped after step {step} of {total_steps}, as asked; to go on:\n{resume_command()}")
     return step >= total_steps
 

@@ -169,6 +169,13 @@ def test_a_run_stops_at_the_next_step_when_asked_and_goes_on_as_if_it_had_not(st
     assert timeless(resumed) == timeless(straight.metrics)[:5]
 
 
+def test_a_stop_that_comes_with_the_last_step_is_not_kept_for_the_next_run(setup, tmp_path):
+    (tmp_path / "STOP").touch()
+    train_here(setup, tmp_path, max_train_steps=1)
+    assert (tmp_path / "transformer").exists()
+    assert not (tmp_path / "STOP").exists()
+
+
 def test_the_learning_rate_reaches_its_end_at_the_last_step(setup, tmp_path):
     schedule = ("--lr_scheduler", "linear", "--lr_warmup_steps", 1)
     metrics = train_here(setup, tmp_path, *schedule, max_train_steps=5)
