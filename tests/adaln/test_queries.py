@@ -136,6 +136,16 @@ def test_a_tensor_changed_in_place_before_backward_is_refused_as_autograd_does(s
         out.sum().backward()
 
 
+def test_an_adapter_changed_in_place_before_backward_is_refused_under_checkpointing_too():
+    attn, inputs = with_lora(make_attention()), make_inputs()
+    attn.set_processor(AdaptiveLoadAttnProcessor())
+    out = checkpoint(attn, use_reentrant=False, **inputs)
+    with torch.no_grad():
+        attn.to_q.lora_A.default.weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: .* expected version"):
+        out.sum().backward()
+
+
 def test_a_norm_of_another_width_is_refused_as_the_stock_processor_refuses_it():
     attn = make_attention()
     attn.norm_q = nn.RMSNorm(HEAD_WIDTH, eps=1e-6)
