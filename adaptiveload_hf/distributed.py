@@ -175,6 +175,8 @@ def _check_batch_options(kwargs: dict) -> None:
 def _check_gpus(kwargs: dict) -> None:
     """Refuses more processes than GPUs: accelerate puts two on one, and NCCL fails deep in the first collective."""
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ:
+        return  # as `srun --gpus-per-task=1` does, which shows each process its own
     if 0 < gpus < processes and not (kwargs.get("cpu") or parse_flag_from_env("ACCELERATE_USE_CPU")):
         raise UserError(
             f"the launcher started {processes} processes on this machine, but it has {gpus} GPU{'s' * (gpus > 1)}. "

@@ -79,6 +79,16 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
         make_accelerator()
 
 
+def test_processes_that_see_one_gpu_each_are_not_too_many(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    make_accelerator(gradient_accumulation_steps=2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    with pytest.raises(UserError, match="it has 1 GPU"):
+        make_accelerator()
+
+
 def test_fsdp_asked_for_by_a_plugin_is_checked_alike():
     with pytest.raises(UserError, match="asks for FSDP, but accelerate found NO"):
         make_accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
