@@ -60,8 +60,8 @@ class _Project(torch.autograd.Function):
     """With g the gradient of y and h = x A': dW = g' x, db = sum g, dB = s g' h, dA = s (g B)' x,
     dx = g W + s (g B) A, summed over the projections.
 
-    The last arguments are those of `tensors` that are trained: with LoRA most are not, and the way of a tensor through
-    `apply` costs the host half a microsecond."""
+    The last arguments are those of `tensors` that are trained: with LoRA most are not, and the way of each through
+    `apply` costs the host time."""
 
     @staticmethod
     def forward(ctx, scalings, tensors, x, *_):
@@ -181,7 +181,7 @@ def is_plain(x: Tensor) -> bool:
 
 def projection_of(linear: nn.Module, x: Tensor) -> _Projection | None:
     """What a linear, or one with LoRA, does to x, which `is_plain`; None if it does anything else. At every call: no
-    attribute of a module that it has to look for (1 us each), no check in a function of its own."""
+    attribute of a module that it has to look for, no check in a function of its own."""
     if type(linear) is nn.Linear:
         own = linear._parameters
         found = _Projection(own["weight"], own["bias"]) if no_hooks_on(linear) and own.keys() == _OWN else None
