@@ -140,8 +140,8 @@ def keep(ctx, *tensors: Tensor | None):
     """Keep arguments of an autograd function for its backward, `kept(ctx)`: those that stay alive anyway (parameters)
     or are small.
 
-    For each tensor that `save_for_backward` is given, gradient checkpointing calls three Python hooks; of 66 tensors of
-    a Wan block 27 are kept here instead.
+    For each tensor that `save_for_backward` is given, gradient checkpointing calls three Python hooks; of 66 tensors
+    of a Wan block 27 are kept here instead.
     """
     ctx.kept = tensors  # tensors of inference mode have no version, and no backward to come
     ctx.versions = [None if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
