@@ -54,7 +54,7 @@ def main():
     seconds = args.seconds or max(map(seconds_of, chosen))
     for axis, arm in zip(axes, chosen):
         draw_lanes(axis, arm, colours, seconds, seconds_of(chosen[0]))
-    axes[-1].set_xlabel("seconds", color=TEXT)
+    axes[-1].set_xlabel("seconds; the number in a bar is its batch size", color=TEXT)
     axes[-1].set_xlim(0, seconds)
     named = [shapes[i] for i in np.unique(np.linspace(0, len(shapes) - 1, IN_LEGEND).round().astype(int))]
     handles = [
@@ -102,11 +102,10 @@ def draw_lanes(axis, arm: dict, colours: dict, seconds: float, before: float) ->
 def title_of(arm: dict, before: float, waiting: float) -> str:
     policy, balance, kernels = arm["arm"].split("/")
     sizes = {"equal_token": "equal tokens", "dual": "memory and compute limit"}.get(policy, policy)
-    dealt = {"none": "dealt at random", "same_bucket": "same bucket on all ranks"}.get(balance, "dealt by cost")
+    order = {"none": "random order", "same_bucket": "same bucket on all ranks"}.get(balance, "balanced by cost")
     how = "measured" if "seconds" in arm else "predicted"
-    words = f"{sizes}, {dealt}, {kernels}: {arm['samples']} samples in {seconds_of(arm):.1f} s ({how}), "
-    words += f"{waiting:.0%} waiting"
-    return words if seconds_of(arm) == before else f"{words}; {before / seconds_of(arm):.2f}x"
+    faster = "" if seconds_of(arm) == before else f" ({before / seconds_of(arm):.2f}x)"
+    return f"{seconds_of(arm):.1f} s{faster}, {waiting:.0%} waiting ({how}): {sizes}, {order}, {kernels}"
 
 
 def seconds_of(arm: dict) -> float:
