@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from .buckets.sampler import BucketDataLoader
+    from .buckets.schedule import EpochSchedule
 
 _WARM_UP_STEPS = 3
 _MEMORY = 0.98  # of the running means, a step: they forget what is 100 steps old
@@ -30,8 +33,8 @@ class TrainingMonitor:
             loss = ...                                  # forward, backward, optimizer, as ever
             metrics = monitor.micro_step_done(loss)     # None, or after every K-th micro-step a dict
 
-    It adds one all-gather of K + 2 numbers an optimizer step, the one in which the loss is averaged, and device events
-    around one block; nothing else waits for the device.
+    It adds one all-gather of 2 K + 2 numbers an optimizer step, the one in which the loss is averaged, and device
+    events around one block; nothing else waits for the device.
 
     Args:
         accelerator: accelerate's.
@@ -45,7 +48,7 @@ class TrainingMonitor:
         self._hooks = self._clock.attach(repeated_block(model)) if model is not None else ()
         self._in_seconds = loader.cost_model.unit == "seconds"
         self._drift, self._pace = CostDrift(self._in_seconds), RankPace()
-        self._counters = device_counters()
+        self._counters, self._schedule = device_counters(), None
         self._block_seconds: list[float] | None = None  # of the step before
         self._begin_step()
 
@@ -63,7 +66,10 @@ class TrainingMonitor:
         for batch in self.loader:
             self._data_wait_seconds += time.perf_counter() - waiting_since
             self._micro_steps.append(batch["micro_step"])
-            self._schedule = self.loader.schedule
+            if self._schedule is not self.loader.schedule:
+                self._schedule = self.loader.schedule
+                self._numbers = describe_micro_steps(self._schedule)
+                self._shapes = [str(bucket.shape) for bucket in self.loader.plan.buckets]
             self._clock.arm()
             yield batch
             waiting_since = time.perf_counter()
@@ -98,61 +104,61 @@ class TrainingMonitor:
             raise RuntimeError("iterate over the monitor, and call micro_step_done once for each batch")
         sent = self._exchange(flag)
         # While the device still works: whatever comes after the numbers are read, it waits for.
-        world_size = self._schedule.world_size
-        numbers = np.array(self._micro_steps)[:, None] * world_size + np.arange(world_size)
-        cost = self._schedule.cost[numbers]
-        described = {**self._describe(numbers, cost), **counted_since(self._counters)}
-        received = sent.cpu().double().numpy()  # waits for the device to end this step
+        numbers = MicroStepNumbers(*zip(*(self._numbers[micro_step].tolist() for micro_step in self._micro_steps)))
+        metrics = {**self._describe(numbers), **counted_since(self._counters)}
+        received = sent.tolist()  # waits for the device to end this step
         seconds = time.perf_counter() - self._start
-        paces, blocks = received[:, 2], received[:, 3:]
-        metrics = {"loss": float(received[:, 0].mean()), "flag": bool(received[:, 1].any()), "seconds": seconds}
-        metrics |= described
+        # Plain numbers: after a step's work numpy's first calls take 0.1 ms each, for nothing of it is in the caches.
+        flags, paces, *rest = zip(*received)
+        blocks, losses = rest[: -len(self._losses)], rest[-len(self._losses) :]  # per micro-step, of all processes
+        loss = sum(map(sum, losses)) / len(losses) / len(received)
+        metrics |= {"loss": loss, "flag": any(flags), "seconds": seconds}
         metrics |= {f"{what}_per_second": metrics[what] / seconds for what in ("samples", "tokens")}
         if self._in_seconds:
-            metrics["achieved_efficiency"] = float(cost.mean(1).sum() / seconds)
-        if np.isfinite(blocks).all():
-            metrics["measured_balance_efficiency"] = float(blocks.mean(0).sum() / blocks.max(0).sum())
-        metrics["findings"] = [*self._drift.update(metrics, cost), *self._pace.compare(paces)]
+            metrics["achieved_efficiency"] = sum(numbers.mean_cost) / seconds
+        compute = sum(map(sum, blocks)) / len(received)
+        if math.isfinite(compute):
+            metrics["measured_balance_efficiency"] = compute / sum(map(max, blocks))
+        slowest = [row[int(rank)]["shape"] for row, rank in zip(metrics["micro_batches"], numbers.slowest_rank)]
+        drifting = self._drift.update(seconds - self._data_wait_seconds, slowest, numbers.largest_cost)
+        metrics["findings"] = [*drifting, *self._pace.compare(paces)]
         self._block_seconds = [seconds_between(pair) for pair in self._pairs]
-        self._pace.update(sum(self._block_seconds), cost[:, self.loader.rank].sum())
+        own = [micro_step * self._schedule.world_size + self.loader.rank for micro_step in self._micro_steps]
+        self._pace.update(sum(self._block_seconds), sum(float(self._schedule.cost[j]) for j in own))
         self._begin_step()
         return metrics
 
     def _exchange(self, flag: bool) -> torch.Tensor:
-        """Of each process its loss, flag, pace, and the seconds in one block at each micro-step of the step before.
+        """Of each process flag, pace, the seconds in one block at each micro-step of the step before, and its losses.
 
         On the device, which has yet to fill it in.
         """
         blocks = self._block_seconds or [float("nan")] * len(self._losses)
-        loss = torch.stack(self._losses).mean()
+        losses = torch.stack(self._losses)
         # From pinned memory the copy does not wait for the device.
-        values = torch.tensor([0.0, flag, self._pace.value, *blocks], pin_memory=loss.is_cuda)
-        sent = values.to(loss.device, non_blocking=True)
-        sent[0] = loss
-        return self.accelerator.gather(sent[None])
+        values = torch.tensor([flag, self._pace.value, *blocks], dtype=torch.float32, pin_memory=losses.is_cuda)
+        return self.accelerator.gather(torch.cat([values.to(losses.device, non_blocking=True), losses])[None])
 
-    def _describe(self, numbers: np.ndarray, cost: np.ndarray) -> dict:
-        """Counts over all ranks, from the schedule, without asking them; the wait for data is this rank's.
-
-        Args:
-            numbers: of this step's micro-batches in the schedule, [K, W]. cost: theirs.
-        """
-        schedule = self._schedule
-        sizes = schedule.sizes[numbers] * (schedule.loss_weight[numbers] > 0)  # weight 0 marks padding
-        names = [[str(self.loader.plan.buckets[b].shape) for b in row] for row in schedule.bucket[numbers]]
+    def _describe(self, numbers: MicroStepNumbers) -> dict:
+        """Counts over all ranks, from the schedule, without asking them; the wait for data is this rank's."""
+        schedule, shapes = self._schedule, self._shapes
+        columns = [slice(m * schedule.world_size, (m + 1) * schedule.world_size) for m in self._micro_steps]
         described: dict = {
             "data_wait_seconds": self._data_wait_seconds,
-            "samples": int(sizes.sum()),
-            "tokens": int((sizes * schedule.tokens[numbers]).sum()),
-            "balance_efficiency": float(cost.mean(1).sum() / cost.max(1).sum()),
-            "step_cv": float((cost.std(1) / cost.mean(1)).mean()),
+            "samples": int(sum(numbers.samples)),
+            "tokens": int(sum(numbers.tokens)),
+            "balance_efficiency": sum(numbers.mean_cost) / sum(numbers.largest_cost),
+            "step_cv": sum(numbers.cost_cv) / len(numbers.cost_cv),
             "micro_batches": [
-                [{"shape": name, "batch_size": int(size)} for name, size in zip(*row)]
-                for row in zip(names, schedule.sizes[numbers])
+                [
+                    {"shape": shapes[bucket], "batch_size": size}
+                    for bucket, size in zip(schedule.bucket[ranks].tolist(), schedule.sizes[ranks].tolist())
+                ]
+                for ranks in columns
             ],
         }
         if self._in_seconds:
-            described["predicted_seconds"] = float(cost.max(1).sum())
+            described["predicted_seconds"] = sum(numbers.largest_cost)
         return described
 
     def status_line(self, metrics: dict) -> str:
@@ -169,6 +175,26 @@ class TrainingMonitor:
         """Takes the hooks off the model."""
         for hook in self._hooks:
             hook.remove()
+
+
+class MicroStepNumbers(NamedTuple):
+    """Of some micro-steps: cost over ranks, the rank where it is largest, and what all ranks train on."""
+
+    mean_cost: tuple[float, ...]
+    largest_cost: tuple[float, ...]
+    cost_cv: tuple[float, ...]
+    slowest_rank: tuple[float, ...]
+    samples: tuple[float, ...]
+    tokens: tuple[float, ...]
+
+
+def describe_micro_steps(schedule: EpochSchedule) -> np.ndarray:
+    """`MicroStepNumbers` of all of an epoch, float64 [micro-steps, 6]: at once, so that a step only looks them up."""
+    cost, weight = (values.reshape(-1, schedule.world_size) for values in (schedule.cost, schedule.loss_weight))
+    sizes = schedule.sizes.reshape(cost.shape) * (weight > 0)  # weight 0 marks padding
+    tokens = (sizes * schedule.tokens.reshape(cost.shape)).sum(1)
+    mean = cost.mean(1)
+    return np.stack([mean, cost.max(1), cost.std(1) / mean, cost.argmax(1), sizes.sum(1), tokens], axis=1)
 
 
 class BlockClock:
@@ -273,36 +299,34 @@ class CostDrift:
 
     def __init__(self, in_seconds: bool):
         self._in_seconds, self._steps = in_seconds, 0
-        self._sums: dict[str, np.ndarray] = {}  # bucket -> measured, predicted, micro-steps
+        self._sums: dict[str, tuple[float, float, int]] = {}  # bucket -> measured, predicted, micro-steps
         self._said: set[str] = set()
 
-    def update(self, metrics: dict, cost: np.ndarray) -> list[str]:
+    def update(self, seconds: float, slowest: list[str], predicted: tuple[float, ...]) -> list[str]:
         """Takes in a step.
 
         Args:
-            metrics: with `seconds`, `data_wait_seconds` and `micro_batches`.
-            cost: predicted, [K, W].
+            seconds: of the step, without its wait for data.
+            slowest: the bucket of each micro-step's slowest rank. predicted: its cost.
 
         Returns:
             A sentence for each bucket that now drifts, once.
         """
         self._steps += 1
-        shapes = [[batch["shape"] for batch in row] for row in metrics["micro_batches"]]
-        slowest = [row[rank] for row, rank in zip(shapes, cost.argmax(1))]
         new = set(slowest) - self._sums.keys()
-        for shape in new:
-            self._sums[shape] = np.zeros(3)
+        self._sums |= dict.fromkeys(new, (0.0, 0.0, 0))
         if new or self._steps <= _WARM_UP_STEPS:  # a first time compiles, tunes or allocates
             return []
-        ratio = (metrics["seconds"] - metrics["data_wait_seconds"]) / cost.max(1).sum()
-        for sums in self._sums.values():
-            sums[:2] *= _MEMORY
-        for shape, predicted in zip(slowest, cost.max(1)):
-            self._sums[shape] += (ratio * predicted, predicted, 1)
+        ratio = seconds / sum(predicted)
+        for shape, (measured, expected, count) in self._sums.items():
+            self._sums[shape] = (_MEMORY * measured, _MEMORY * expected, count)
+        for shape, cost in zip(slowest, predicted):
+            measured, expected, count = self._sums[shape]
+            self._sums[shape] = (measured + ratio * cost, expected + cost, count + 1)
         return self._findings()
 
     def _findings(self) -> list[str]:
-        measured, predicted, _ = sum(self._sums.values())
+        measured, predicted, _ = map(sum, zip(*self._sums.values()))
         whole = measured / predicted
         found = {}
         if self._in_seconds and self._steps >= _FEWEST_STEPS and not 0.8 <= whole <= 1.25:
@@ -330,18 +354,21 @@ class RankPace:
 
     def update(self, measured: float, predicted: float) -> None:
         self._steps += 1
-        if self._steps > _WARM_UP_STEPS and np.isfinite(measured):
+        if self._steps > _WARM_UP_STEPS and math.isfinite(measured):
             self._measured = _MEMORY * self._measured + measured
             self._predicted = _MEMORY * self._predicted + predicted
 
-    def compare(self, paces: np.ndarray) -> list[str]:
-        """A sentence for each process that now lags, once. paces: [processes]."""
-        if self._steps < _FEWEST_STEPS or len(paces) < 2 or not np.isfinite(paces).all():
+    def compare(self, paces: tuple[float, ...]) -> list[str]:
+        """A sentence for each process that now lags, once. paces: of all processes."""
+        if self._steps < _FEWEST_STEPS or len(paces) < 2 or not math.isfinite(sum(paces)):
             return []
         found = []
+        least = sorted(paces)[len(paces) // 2 - 1]  # the median of whichever others is not less
         for process, pace in enumerate(paces):
-            lag = pace / np.median(np.delete(paces, process))
-            if lag > 1 + _LARGEST_LAG and process not in self._said:
+            if pace <= (1 + _LARGEST_LAG) * least or process in self._said:
+                continue
+            lag = pace / statistics.median(paces[:process] + paces[process + 1 :])
+            if lag > 1 + _LARGEST_LAG:
                 self._said.add(process)
                 found.append(
                     f"process {process} takes {lag:.2f} times as long as the others for the same work, and all wait "

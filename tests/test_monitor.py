@@ -71,37 +71,35 @@ def test_nothing_stays_on_the_model_and_the_line_names_the_units(unbalanced):
 
 
 SHAPES = ["1x4x4", "5x4x4", "9x4x4"]
-COST = np.array([[1.0], [2.0], [4.0]])
+COST = [1.0, 2.0, 4.0]
 
 
 def steps_of(drift, seconds_of, steps=60):
     """Steps of one micro-step on one rank, shapes in turn; what is found in all."""
     found = []
     for step in range(steps):
-        shape, cost = SHAPES[step % 3], COST[step % 3][None]
-        metrics = {"seconds": seconds_of(step) + 0.5, "data_wait_seconds": 0.5, "micro_batches": [[{"shape": shape}]]}
-        found += drift.update(metrics, cost)
+        found += drift.update(seconds_of(step), [SHAPES[step % 3]], [COST[step % 3]])
     return found
 
 
 def test_steps_that_take_what_was_predicted_drift_nowhere():
-    assert steps_of(CostDrift(True), lambda step: COST[step % 3, 0] * (1.1 if step % 2 else 0.9)) == []
+    assert steps_of(CostDrift(True), lambda step: COST[step % 3] * (1.1 if step % 2 else 0.9)) == []
 
 
 def test_the_first_steps_and_the_first_of_a_shape_may_take_what_they_take():
-    assert steps_of(CostDrift(True), lambda step: 100 if step < 3 else COST[step % 3, 0]) == []
+    assert steps_of(CostDrift(True), lambda step: 100 if step < 3 else COST[step % 3]) == []
 
 
 def test_a_bucket_that_takes_more_than_its_share_is_named_once_with_the_command():
-    (finding,) = steps_of(CostDrift(True), lambda step: COST[step % 3, 0] * (1.4 if step % 3 == 0 else 1), 120)
+    (finding,) = steps_of(CostDrift(True), lambda step: COST[step % 3] * (1.4 if step % 3 == 0 else 1), 120)
     assert finding.startswith("bucket 1x4x4 takes 1.3")
     assert "adaptiveload fit --from-log metrics.jsonl" in finding
 
 
 def test_a_run_that_is_slower_as_a_whole_is_named_once_where_seconds_were_predicted():
-    (finding,) = steps_of(CostDrift(True), lambda step: 1.5 * COST[step % 3, 0])
+    (finding,) = steps_of(CostDrift(True), lambda step: 1.5 * COST[step % 3])
     assert finding.startswith("steps take 1.50 times the predicted seconds")
-    assert steps_of(CostDrift(False), lambda step: 1.5 * COST[step % 3, 0]) == []
+    assert steps_of(CostDrift(False), lambda step: 1.5 * COST[step % 3]) == []
 
 
 def test_a_copy_of_a_watched_model_has_a_clock_of_its_own():
@@ -177,4 +175,14 @@ def test_one_process_lags_behind_nobody():
     for _ in range(50):
         pace.update(1.0, 2.0)
     assert pace.value == pytest.approx(0.5)
-    assert pace.compare(np.array([0.5])) == []
+    assert pace.compare((0.5,)) == []
+
+
+def test_of_several_processes_the_one_that_lags_is_named():
+    pace = RankPace()
+    for _ in range(50):
+        pace.update(1.0, 2.0)
+    assert pace.compare((0.50, 0.52, 0.48, 0.54)) == []
+    (finding,) = pace.compare((0.50, 0.52, 0.66, 0.48))
+    assert finding.startswith("process 2 takes 1.32 times as long")
+    assert pace.compare((0.50, 0.52, 0.66, 0.48)) == []
