@@ -73,6 +73,16 @@ def test_a_plan_says_which_dealing_it_is_for_and_one_from_before_was_for_auto(co
         BucketConfig.from_pretrained(folder)
 
 
+def test_an_example_plan_of_a_later_version_may_say_more(config, folder):
+    def say_more(fields):
+        fields["example_plan"]["mood"] = fields["example_plan"]["buckets"][0]["colour"] = "good"
+
+    config.example_plan = config.plan(COUNTS, **RANKS)
+    config.save_pretrained(folder)
+    edit(folder, say_more)
+    assert BucketConfig.from_pretrained(folder).example_plan == config.example_plan
+
+
 def test_saving_twice_writes_the_same_bytes(config, folder):
     written = {path.name: path.read_bytes() for path in folder.iterdir()}
     BucketConfig.from_pretrained(folder).save_pretrained(folder)

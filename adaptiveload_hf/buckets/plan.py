@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 import numpy as np
 
@@ -97,10 +97,16 @@ class BucketPlan:
 
     @classmethod
     def from_dict(cls, saved: dict) -> BucketPlan:
+        """Of what `to_dict` gave, to be shown; what a later version says more is left out."""
         buckets = tuple(
-            Bucket(**{**bucket, "shape": LatentShape.parse(bucket["shape"])}) for bucket in saved["buckets"]
+            Bucket(**{**_known(bucket, Bucket), "shape": LatentShape.parse(bucket["shape"])})
+            for bucket in saved["buckets"]
         )
-        return cls(**{**saved, "buckets": buckets, "findings": tuple(saved["findings"])})
+        return cls(**{**_known(saved, cls), "buckets": buckets, "findings": tuple(saved["findings"])})
+
+
+def _known(saved: dict, kind: type) -> dict:
+    return {field.name: saved[field.name] for field in fields(kind) if field.name in saved}
 
 
 def make_plan(
