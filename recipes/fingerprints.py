@@ -91,9 +91,17 @@ class FileRecords:
     def save(self, finished: bool):
         """Keeps what this run has seen; if it has not seen everything yet, also what earlier ones had."""
         kept = self.seen if finished else {name: self.earlier[name] | self.seen[name] for name in self.seen}
-        unfinished = self.path.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(kept), encoding="utf-8")
-        os.replace(unfinished, self.path)
+        write_whole(self.path, json.dumps(kept).encode())
+
+
+def write_whole(path: Path, content: bytes):
+    """Replaces a file at once: after a kill, and after a power cut too, it is the old one or the new one."""
+    unfinished = path.with_suffix(".unfinished")
+    with open(unfinished, "wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(unfinished, path)
 
 
 def stamp(file: Path) -> list[int]:

@@ -12,7 +12,6 @@ only what that takes. docs/data.md describes the folder, the rules and the datas
 
 import argparse
 import json
-import os
 import sys
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ import datasets
 import torch
 from data_folder import Listing, list_samples, printable
 from encoders import Family, find_family, load_media_encoder, load_text_encoder, pipeline_folder
-from fingerprints import FileRecords, describe_changes, digest, text_digest
+from fingerprints import FileRecords, describe_changes, digest, text_digest, write_whole
 from hub_rows import unpack_dataset
 from media import describe_resizing
 from prepared_shards import (
@@ -109,9 +108,7 @@ def save_empty_prompt(path: Path, tensors: dict[str, torch.Tensor], prompt_rows:
     tensors["prompt_embeds"] = torch.cat(
         [embeds, embeds.new_zeros(max(prompt_rows - len(embeds), 0), embeds.shape[1])]
     )
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_bytes(save(tensors, metadata={"text_encoder": text_key}))
-    os.replace(unfinished, path)
+    write_whole(path, save(tensors, metadata={"text_encoder": text_key}))
 
 
 def prepare(args: argparse.Namespace, accelerator):
@@ -261,8 +258,7 @@ def write_report(output_dir: Path, index: datasets.Dataset, listing: Listing, mo
         "hidden_files": listing.hidden,
         "other_files": dict(listing.other_files),
     }
-    text = json.dumps(report, indent=1, ensure_ascii=False)
-    (output_dir / REPORT).write_text(text + "\n", encoding="utf-8")
+    write_whole(output_dir / REPORT, (json.dumps(report, indent=1, ensure_ascii=False) + "\n").encode())
     return counts
 
 

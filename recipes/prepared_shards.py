@@ -221,6 +221,7 @@ def replace_dataset(output_dir: Path, index: datasets.Dataset, before: datasets.
     if before is None or before.column_names != index.column_names or not before.data.table.equals(index.data.table):
         shutil.rmtree(work / "dataset", ignore_errors=True)
         index.save_to_disk(work / "dataset")
+        os.sync()  # before the old one is gone: after a power cut one of the two is whole
         if folder.exists():
             shutil.rmtree(work / "replaced", ignore_errors=True)
             os.replace(folder, work / "replaced")

@@ -33,7 +33,6 @@ from sd3_training import (
     MODEL_CLASS,
     check_dataset,
     choose_variant,
-    largest_side,
     make_predict,
 )
 from training_arguments import (
@@ -47,7 +46,7 @@ from training_arguments import (
 )
 from training_loop import init_trackers, run_micro_step, run_steps, say_start
 from validation import make_held_out_loss
-from validation_pictures import encode_prompts, make_validation_pictures
+from validation_pictures import check_validation, encode_prompts, make_validation_pictures
 
 from adaptiveload_hf import BucketConfig, make_accelerator
 from adaptiveload_hf.buckets.sources import load_prepared
@@ -94,6 +93,7 @@ def train(accelerator, args):
     refuse_unsafe_sharding(accelerator, args.gradient_checkpointing)
     variant = choose_variant(args)
     transformer_config = load_model_config(MODEL_CLASS, args, variant.subfolder)
+    check_validation(args, transformer_config)
     flow = make_flow_matching(args, variant.bounds)
     dataset = load_prepared(args.dataset)
     held_out = load_prepared(args.validation_dataset) if args.validation_dataset else None
@@ -133,8 +133,7 @@ def train(accelerator, args):
     if held_out is not None:
         validators.append(make_held_out_loss(accelerator, held_out, loader, flow, held_out_losses))
     if prompts is not None:
-        largest = largest_side(transformer_config)
-        validators.append(make_validation_pictures(accelerator, args, predict, flow, largest, prompts))
+        validators.append(make_validation_pictures(accelerator, args, predict, flow, prompts))
     if not run_steps(accelerator, args, model, loader, scheduler, run, total_steps, validators):
         return  # asked to stop; a checkpoint says where
     save_result(accelerator, args, model, StableDiffusion3Pipeline, variant.subfolder)

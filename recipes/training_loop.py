@@ -64,15 +64,16 @@ def run_steps(accelerator: Accelerator, args, model, loader, scheduler, run, tot
                     "grad_norm": _number(grad_norm),
                     "skipped_steps": skipped,
                 }
-                last = stop or step == total_steps
-                # Who asked may not wait for long: the checkpoint comes first, and there is none before validation.
-                if not stop and (step % args.validation_steps == 0 or step == total_steps):
+                finished = step == total_steps
+                if stop:  # who asked may not wait for long, so the checkpoint comes first
+                    save_checkpoint(accelerator, model, output_dir, step, args)
+                if finished or (step % args.validation_steps == 0 and not stop):
                     for validate in validators:
                         metrics |= validate(step)
                 _write(accelerator, output_dir, metrics, monitor.status_line(measured), bar)
-                if step % args.checkpointing_steps == 0 or last:
+                if not stop and (finished or step % args.checkpointing_steps == 0):
                     save_checkpoint(accelerator, model, output_dir, step, args)
-                if last:
+                if stop or finished:
                     break
                 done = []
             if stop:

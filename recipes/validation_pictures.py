@@ -9,10 +9,30 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from diffusers import AutoencoderKL
 from encoders import find_family, load_text_encoder, pipeline_folder
+from model_setup import load_model_config
 from PIL import Image
+from sd3_training import largest_side
 from validation import sample_latents
 
 from adaptiveload_hf import UserError
+
+
+def check_validation(args, transformer_config: dict) -> None:
+    """Refuses a size that cannot be made.
+
+    Raises:
+        UserError: --validation_resolution is no picture of this VAE and transformer.
+    """
+    if not args.validation_prompt:
+        return
+    vae, size = load_model_config(AutoencoderKL, args, "vae"), args.validation_resolution
+    spatial = 2 ** (len(vae["block_out_channels"]) - 1)
+    step, most = spatial * transformer_config["patch_size"], spatial * largest_side(transformer_config)
+    if size.frames != 1 or any(side % step or side > most for side in (size.height, size.width)):
+        raise UserError(
+            f"--validation_resolution needs 1 frame and multiples of {step} pixels up to {most}, such as 1x512x512, "
+            f"but it is {size}."
+        )
 
 
 def encode_prompts(accelerator: Accelerator, args, text_tokens: int) -> list[dict[str, torch.Tensor]]:
@@ -34,28 +54,18 @@ def encode_prompts(accelerator: Accelerator, args, text_tokens: int) -> list[dic
     return broadcast_object_list(found)[0]
 
 
-def make_validation_pictures(accelerator: Accelerator, args, predict, flow, largest: int, embeds: list[dict]):
+def make_validation_pictures(accelerator: Accelerator, args, predict, flow, embeds: list[dict]):
     """(step) -> {}: samples a picture for each caption and saves it as validation/step-<step>-<number>.png.
 
     Args:
         predict, flow: as in `sample_latents`.
-        largest: latent height or width that the transformer knows positions of.
         embeds: from `encode_prompts`.
-
-    Raises:
-        UserError: --validation_resolution is no picture of this VAE and transformer.
     """
     vae = AutoencoderKL.from_pretrained(
         args.pretrained_model_name_or_path, subfolder="vae", revision=args.revision, torch_dtype=torch.float32
     ).requires_grad_(False)
     spatial = 2 ** (len(vae.config.block_out_channels) - 1)
     size = args.validation_resolution
-    sides = (size.height, size.width)
-    if size.frames != 1 or any(side % (2 * spatial) or side > largest * spatial for side in sides):
-        raise UserError(
-            f"--validation_resolution needs 1 frame and multiples of {2 * spatial} pixels up to {largest * spatial}, "
-            f"such as 1x512x512, but it is {size}."
-        )
     shape = (vae.config.latent_channels, 1, size.height // spatial, size.width // spatial)
     captions = [{name: tensor.to(accelerator.device) for name, tensor in embed.items()} for embed in embeds]
 

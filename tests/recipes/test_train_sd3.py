@@ -166,12 +166,11 @@ def test_a_pipeline_that_is_no_sd3_and_flags_of_wan_are_refused(setup, tmp_path)
 
 
 @pytest.mark.parametrize("resolution", ["1x24x32", "5x32x32", "1x32x1552"])
-def test_pictures_of_a_size_that_cannot_be_made_are_refused(setup, full, tmp_path, resolution):
-    words = ("--validation_prompt", "a cat", "--validation_resolution", resolution, "--rank", 2, "--from_scratch")
-    options = {"bucket_config": setup.folder / "bucket_config", "max_train_steps": 1}
+def test_pictures_of_a_size_that_cannot_be_made_are_refused_at_the_start(setup, tmp_path, resolution):
+    words = ("--validation_prompt", "a cat", "--validation_resolution", resolution, "--dataset", "not read before")
     message = rf"needs 1 frame and multiples of 16 pixels up to 1536, .* but it is {resolution}\."
     with pytest.raises(UserError, match=message):
-        train_here(setup, tmp_path, *words, recipe="train_sd3", **options)
+        train_here(setup, tmp_path, *words, recipe="train_sd3", max_train_steps=1)
 
 
 def test_a_config_of_sd3_and_a_file_of_shapes_are_enough_to_time_its_lora(setup, tmp_path, monkeypatch, capsys):

@@ -169,10 +169,12 @@ def test_a_run_stops_at_the_next_step_when_asked_and_goes_on_as_if_it_had_not(st
     assert timeless(resumed) == timeless(straight.metrics)[:5]
 
 
-def test_a_stop_that_comes_with_the_last_step_is_not_kept_for_the_next_run(setup, tmp_path):
+def test_a_stop_that_comes_with_the_last_step_leaves_nothing_out_and_is_not_kept_for_the_next_run(setup, tmp_path):
     (tmp_path / "STOP").touch()
-    train_here(setup, tmp_path, max_train_steps=1)
+    (only,) = train_here(setup, tmp_path, "--validation_dataset", setup.dataset, max_train_steps=1)
+    assert "validation_loss" in only
     assert (tmp_path / "transformer").exists()
+    assert (tmp_path / "checkpoint-1").exists()
     assert not (tmp_path / "STOP").exists()
 
 
