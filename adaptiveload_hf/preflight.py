@@ -182,8 +182,8 @@ def _load(accelerator: Accelerator, model, checkpoint: Path, saved: list[float],
             f"the checkpoint in {checkpoint} does not bring back the weights that were saved in it: no run could go "
             "on from one. It is left there to look at."
         )
-    if accelerator.is_local_main_process:
-        shutil.rmtree(checkpoint)
+    if accelerator.is_local_main_process:  # of each machine: where they share the folder, others remove it meanwhile
+        shutil.rmtree(checkpoint, ignore_errors=True)
     accelerator.wait_for_everyone()
     return seconds
 

@@ -1,5 +1,7 @@
 """Does a preflight find what would end a run later, and is the run afterwards the one without it?"""
 
+import os
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -80,6 +82,19 @@ def test_a_checkpoint_that_does_not_bring_back_the_weights_is_named_and_kept(run
     with pytest.raises(UserError, match=r"checkpoint in .* does not bring back the weights"):
         run.preflight(checkpoint=tmp_path / "checkpoint")
     assert (tmp_path / "checkpoint").exists()
+
+
+def test_a_checkpoint_that_another_machine_is_removing_too_ends_no_run(run, tmp_path, monkeypatch):
+    checkpoint = tmp_path / "checkpoint"
+
+    def unlink(*file, **options):
+        monkeypatch.undo()
+        shutil.rmtree(checkpoint)  # the other machine is faster
+        os.unlink(*file, **options)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    run.preflight(checkpoint=checkpoint)
+    assert not checkpoint.exists()
 
 
 def test_allocator_retries_and_more_memory_than_planned_are_said(run, monkeypatch):
