@@ -1,5 +1,6 @@
 """What becomes of a run whose checkpoint is damaged, of another model, or cannot be written, or whose data changed?"""
 
+import contextlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 
 import checkpoints
 import pytest
+import torch.distributed.checkpoint
 from checkpoints import keep_metrics_until
 from support.prepared import save_config, save_prepared
 from support.train_ranks import COUNTS, save_small_transformer, train_here
@@ -29,6 +31,17 @@ def setup(small_pipeline, tmp_path_factory):
     )
     train_here(setup, setup.run, max_train_steps=2, checkpointing_steps=1)
     return setup
+
+
+@contextlib.contextmanager
+def files_of_at_most(size):
+    """As on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture
@@ -90,13 +103,8 @@ def test_a_checkpoint_of_another_model_or_of_other_weights_of_it_is_refused(setu
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_what_is_left_and_the_command(setup, run):
     """As on a full disk: torch's writer then says "unexpected pos"."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, before[1]))  # less than the optimizer's file
-    try:
-        with pytest.raises(UserError) as caught:
-            train_here(setup, run, "--resume_from_checkpoint", "checkpoint-1", max_train_steps=3)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with files_of_at_most(150_000), pytest.raises(UserError) as caught:  # less than the optimizer's
+        train_here(setup, run, "--resume_from_checkpoint", "checkpoint-1", max_train_steps=3)
     said = str(caught.value)
     where = r"step 3 could not be written to \S+partial-checkpoint-3, where [\d.]+ GiB are free: .*unexpected pos"
     assert re.search(where, said)
@@ -104,6 +112,19 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_what_is_left_and_
     assert said.endswith("--resume_from_checkpoint latest")
     assert len(train_here(setup, run, *LATEST, max_train_steps=3)) == 3
     assert not list(run.glob("partial-*"))
+
+
+def test_a_sharded_checkpoint_that_cannot_be_written_is_named_with_the_ranks_own_reason(tmp_path):
+    said = r"the checkpoint could not be written.* free: rank 0: RuntimeError.*unexpected pos"
+    named = checkpoints.named_if_not_written("the checkpoint", tmp_path / "partial", tmp_path)
+    with files_of_at_most(20_000), pytest.raises(UserError, match=said), named:
+        torch.distributed.checkpoint.save({"weight": torch.zeros(9999)}, checkpoint_id=tmp_path / "partial")
+
+
+@pytest.mark.parametrize("error", [torch.distributed.DistBackendError("peer is gone"), torch.OutOfMemoryError()])
+def test_an_error_of_the_ranks_or_the_gpu_while_saving_is_not_taken_for_one_of_the_disk(tmp_path, error):
+    with pytest.raises(type(error)), checkpoints.named_if_not_written("the checkpoint", tmp_path, tmp_path):
+        raise error
 
 
 def test_weights_that_were_trained_for_something_else_are_refused_though_names_and_sizes_fit(setup, run, tmp_path):
@@ -122,13 +143,9 @@ def test_weights_that_were_trained_for_something_else_are_refused_though_names_a
 
 
 def test_a_result_that_cannot_be_written_is_made_later_from_the_last_checkpoint(setup, run, capsys):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # less than the transformer's file
-    try:
-        with pytest.raises(UserError, match=r"(?s)the result could not be written .*Whole checkpoints: checkpoint"):
-            train_here(setup, run, *LATEST, max_train_steps=2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = r"(?s)the result could not be written .*Whole checkpoints: checkpoint"
+    with files_of_at_most(20_000), pytest.raises(UserError, match=said):  # less than the transformer's
+        train_here(setup, run, *LATEST, max_train_steps=2)
     train_here(setup, run, *LATEST, max_train_steps=2)
     said = capsys.readouterr().err
     assert said.count("nothing is left to train") == 2
