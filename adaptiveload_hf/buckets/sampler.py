@@ -261,7 +261,9 @@ class BucketDataLoader(DataLoaderStateMixin):
         self._visit += 1
         visit = self._visit
         self._batches.first_micro_step = self._position
-        self._generator.manual_seed(self.seed + self.epoch)
+        # Of the workers. They must not draw the same on all ranks, nor after a resume what they drew before it.
+        place = np.random.SeedSequence((self.seed, self.epoch, self.rank, self._position))
+        self._generator.manual_seed(int(place.generate_state(1, np.uint64)[0]))
         self.begin()
         try:
             for batch in self._loader:

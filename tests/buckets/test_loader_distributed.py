@@ -46,6 +46,11 @@ def test_two_ranks_synchronise_at_the_same_micro_steps(trained):
         assert [b["sync"] for b in rank["batches"]] == [False, True] * (len(rank["batches"]) // 2)
 
 
+def test_what_workers_draw_differs_from_rank_to_rank(trained):
+    draws = [draw for rank in trained for batch in rank["batches"] for draw in batch["draws"]]
+    assert len(set(draws)) == len(draws) >= 2 * SAMPLES
+
+
 def test_the_plain_prepare_route_shards_every_epoch_without_loss_or_repetition(trained):
     for epoch in range(2):
         ranks = [rank["plain"][epoch] for rank in trained]

@@ -74,6 +74,19 @@ def test_a_resumed_run_hands_out_the_same_batches_as_an_uninterrupted_one(worker
     assert before + train(resumed, 20 - update_steps) == whole
 
 
+def test_workers_do_not_draw_the_same_again_after_a_resume():
+    loader, draws = make(num_workers=1), []
+    for _ in range(2):
+        for batch in loader:
+            draws += batch["draw"].tolist()
+            if batch["micro_step"] == 3:
+                break
+        state = loader.state_dict()
+        loader = make(num_workers=1)
+        loader.load_state_dict(state)
+    assert len(set(draws)) == len(draws) > SAMPLES // 2
+
+
 def test_a_state_is_plain_values_and_says_where_training_stands():
     loader = make()
     train(loader, 3)

@@ -57,7 +57,7 @@ def make_plain(accelerator, world_size, accumulation):
 
 def facts(loader, batch):
     kept = {key: batch[key] for key in ("bucket", "micro_step", "loss_weight")}
-    return {**kept, "epoch": loader.epoch, "samples": batch["number"].tolist()}
+    return {**kept, "epoch": loader.epoch, "samples": batch["number"].tolist(), "draws": batch["draw"].tolist()}
 
 
 def share(folder):
