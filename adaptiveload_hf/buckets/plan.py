@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import UserError
 from .cost import CostModel, MemoryModel
-from .deal import check_balance
+from .deal import WORTH_A_WINDOW, check_balance
 from .shapes import LatentShape, TokenGeometry
 from .workload import Workload
 
@@ -138,8 +138,8 @@ def make_plan(
         memory_limit_gib: what a rank may use; with `memory` it gives M_mem in tokens.
         balance: how micro-batches will be dealt, as in `schedule_epoch`.
         target_seconds: compute limit of a micro-batch. "auto": dual takes the one with the best predicted samples/s on
-            this histogram, W and K under `balance` (without M_mem, and for equal_time, the cost of one longest
-            sample).
+            this histogram, W and K under `balance`, or within 1% of it the one that lets "auto" take a smaller window
+            (without M_mem, and for equal_time, the cost of one longest sample).
         samples_per_step: samples of an optimizer step to hold: dual takes the compute limit whose predicted mean is
             nearest to it. Where memory or W*K do not let it come near, a finding says what is reached, and with which
             K it would be.
@@ -286,8 +286,10 @@ def _target(work: Workload, policy: str, target_seconds: float | str, samples_pe
         target = min(max(target, least), most)
         sizes = work.batches(target)
         if tuple(sizes) not in found:
-            found[tuple(sizes)] = (work.epoch_seconds(sizes), target)
-    return min(found.values())[1]
+            seconds, window = work.predict_epoch(sizes)
+            found[tuple(sizes)] = (window, seconds, target)
+    longest = WORTH_A_WINDOW * min(seconds for _, seconds, _ in found.values())
+    return min(row for row in found.values() if row[1] <= longest)[2]
 
 
 def _batch_sizes(
@@ -371,7 +373,7 @@ def _compute_finding(work: Workload, target: float, samples_per_step: float | No
     if (memory_only == sizes).all():
         words = "Inert: the compute limit changes no batch size, memory alone sets them all."
         return [f"{words} Only dealing evens the load of the ranks."]
-    lost = 1 - work.epoch_seconds(memory_only) / work.epoch_seconds(sizes)
+    lost = 1 - work.predict_epoch(memory_only)[0] / work.predict_epoch(sizes)[0]
     if lost <= _HARM:
         return []
     remedy = f"Raise target_seconds (one longest sample takes {work.one_seconds:.3g}), or leave it at 'auto'."

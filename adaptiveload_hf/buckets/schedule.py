@@ -158,8 +158,8 @@ def schedule_epoch(
         bucket_of_sample: int [samples], position in plan.buckets.
         plan: a BucketPlan.
         cost: the cost model by which micro-batches are matched.
-        balance: none | step | window:n | auto (the smallest of step, window:2, 4, 8, 16 that reaches 0.95; no window
-            of more than an eighth of the epoch).
+        balance: none | step | window:n | auto (the smallest of step, window:2, 4, 8, 16 that reaches 0.95, or a
+            smaller one within 1% of its seconds; no window of more than an eighth of the epoch).
         loss_normalization: token | sample | none, see `loss_weights`.
         repeats: float [samples], how often each sample occurs in an epoch: floor or ceil of it, drawn anew each epoch.
         segments: what has been trained of this epoch, as in BucketDataLoader's state. The rest follows: the same order

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from adaptiveload_hf.buckets.deal import deal
+from adaptiveload_hf.buckets.deal import best_balance, deal, matched_efficiency
 
 WORLD_SIZE, ACCUMULATION = 3, 4
 GROUP = WORLD_SIZE * ACCUMULATION
@@ -57,3 +57,21 @@ def test_a_window_of_more_than_the_epoch_is_the_epoch():
 def test_none_leaves_the_order_as_it_is():
     cost, _ = dealt(5, "none")
     assert np.array_equal(cost.reshape(-1), np.random.default_rng(5).random(5 * GROUP))
+
+
+@pytest.mark.parametrize(
+    ("pair", "step", "window", "chosen"),
+    [
+        ((0.91, 0.82), 0.950, 0.955, "step"),  # step reaches 0.95 itself
+        ((0.912, 0.81), 0.947, 0.953, "step"),  # and here comes within 1% of a window that does
+        ((0.93, 0.83), 0.948, 0.963, "window:2"),
+        ((0.901, 0.6), 0.895, 0.895, "step"),  # nothing reaches it
+        ((0.93, 0.6), 0.889, 0.903, "window:2"),
+    ],
+)
+def test_auto_takes_a_window_only_where_it_saves_more_than_one_percent(pair, step, window, chosen):
+    optimizer_steps = 16  # windows of over two would be more than an eighth of the epoch
+    cost = np.tile([1.0, 0.9, *pair], optimizer_steps // 2)
+    assert matched_efficiency(cost, 2, 1, 1) == pytest.approx(step, abs=1e-3)
+    assert matched_efficiency(cost, 2, 1, 2) == pytest.approx(window, abs=1e-3)
+    assert best_balance(cost, 2, 1, optimizer_steps)[0] == chosen

@@ -155,13 +155,14 @@ def test_each_wider_window_is_at_least_as_even(job, seed):
     assert all(later >= earlier - 1e-9 for earlier, later in pairwise(found))
 
 
-def test_auto_takes_the_smallest_window_that_reaches_the_wanted_efficiency_and_none_of_over_an_eighth_of_the_epoch():
+def test_auto_takes_the_smallest_window_near_the_wanted_efficiency_and_none_of_over_an_eighth_of_the_epoch():
     for job in (JOB, JOB._replace(world_size=8, accumulation=1), JOB._replace(world_size=2, accumulation=4)):
         chosen = job.schedule(balance="auto")
         windows = [n for n in (2, 4, 8, 16) if 8 * n <= chosen.num_update_steps]
         found = {mode: efficiency(job.schedule(balance=mode)) for mode in ["step", *(f"window:{n}" for n in windows)]}
         reaching = [mode for mode in found if found[mode] >= 0.95]
-        assert chosen.balance == (reaching[0] if reaching else max(found, key=found.get))
+        best = found[reaching[0]] if reaching else max(found.values())
+        assert chosen.balance == next(mode for mode in found if best / found[mode] <= 1.01)
         assert chosen.findings == ()
         assert chosen.digest == job.schedule(balance=chosen.balance).digest
 
