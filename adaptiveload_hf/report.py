@@ -122,33 +122,38 @@ def read_metrics(path):
     if not path.is_file():
         raise UserError(f"{path.parent} holds no {path.name}. Give the --output_dir of a training run that has begun.")
     records, problems = {}, []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        if not line.strip():
-            continue
-        problem = _unusable(line)
-        if problem:
-            problems.append(f"{path.name} line {number} is left out: {problem}")
-        else:
-            record = json.loads(line)
-            records[record["step"]] = record
+    with open(path, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = _read_record(line)
+                records[record["step"]] = record
+            except UserError as error:
+                problems.append(f"{path.name} line {number} is left out: {error}")
     if not records:
         raise UserError(f"{path} holds no usable line. " + " ".join(problems[:3]))
     return [records[step] for step in sorted(records)], problems
 
 
-def _unusable(line):
-    """Why this line gives no point of the loss curve, or None."""
+def _read_record(line):
+    """A step's line without its micro-batches, which are most of it and in no picture.
+
+    Raises:
+        UserError: why it gives no point of the loss curve.
+    """
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
-        return "it is no whole JSON"
+        raise UserError("it is no whole JSON") from None
     if not isinstance(record, dict):
-        return "it is no JSON object"
+        raise UserError("it is no JSON object")
     for name in ("step", "loss"):
         value = record.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _LARGEST:
-            return f"{name} is {value!r}, not a finite number below {_LARGEST:g}"
-    return None
+            raise UserError(f"{name} is {value!r}, not a finite number below {_LARGEST:g}")
+    record.pop("micro_batches", None)
+    return record
 
 
 def _before_and_after(config, shape_counts, ranks, options):

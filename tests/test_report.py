@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import re
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -194,6 +195,17 @@ def test_of_steps_that_a_resumed_run_repeated_the_last_counts(tmp_path):
     records, problems = read_metrics(run / "metrics.jsonl")
     assert [(record["step"], record["loss"]) for record in records] == [(1, 1), (2, 0.5), (3, 9), (4, 8)]
     assert not problems
+
+
+def test_of_a_long_run_of_many_ranks_only_what_is_drawn_is_held(tmp_path):
+    micro_batches = json.dumps([[{"shape": "21x60x104", "batch_size": rank} for rank in range(64)]])
+    lines = [f'{line[:-1]}, "micro_batches": {micro_batches}}}' for line in metrics(300)]
+    path = write_metrics(tmp_path, lines) / "metrics.jsonl"
+    tracemalloc.start()
+    records, _ = read_metrics(path)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(records) == 300 and held < path.stat().st_size / 2
 
 
 def test_a_folder_without_metrics_is_an_error(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -145,13 +146,14 @@ def _read_lines(path: Path) -> tuple[list[_Line], list[str]]:
     if not path.is_file():
         raise UserError(f"Expected the metrics.jsonl of a training run in {path}, but there is no such file.")
     lines, problems = [], []
-    for number, text in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
-        if not text.strip():
-            continue
-        try:
-            lines.append(_read_line(text))
-        except UserError as error:
-            problems.append(f"{path.name} line {number} is left out: {error}")
+    with open(path, encoding="utf-8", errors="replace") as texts:
+        for number, text in enumerate(texts, start=1):
+            if not text.strip():
+                continue
+            try:
+                lines.append(_read_line(text))
+            except UserError as error:
+                problems.append(f"{path.name} line {number} is left out: {error}")
     if len(problems) > _MOST_PROBLEMS:
         problems[_MOST_PROBLEMS:] = [f"So are {len(problems) - _MOST_PROBLEMS} more lines."]
     return lines, problems
@@ -169,13 +171,19 @@ def _read_line(text: str) -> _Line:
         raise UserError(f"seconds is {seconds} and data_wait_seconds {waited}.")
     try:
         micro_batches = record["micro_batches"]
-        shapes = np.array([[str(LatentShape.parse(m["shape"])) for m in row] for row in micro_batches], dtype=object)
+        shapes = np.array([[_shape(m["shape"]) for m in row] for row in micro_batches], dtype=object)
         batch_size = np.array([[m["batch_size"] for m in row] for row in micro_batches], dtype=np.float64)
     except (ValueError, TypeError, KeyError, OverflowError):
         batch_size = np.empty(0)
     if batch_size.ndim != 2 or not batch_size.size or not 1 <= batch_size.min() <= batch_size.max() < 1 << 31:
         raise UserError("micro_batches must list shape and batch_size of each rank, for each micro-step.")
     return _Line(step, seconds, waited, shapes, batch_size)
+
+
+@cache
+def _shape(text: str) -> str:
+    """The same object each time: a long run's log names few shapes, millions of times."""
+    return str(LatentShape.parse(text))
 
 
 def _check_identified(fit: CostFit, log: TrainingLog) -> None:

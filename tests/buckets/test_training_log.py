@@ -2,6 +2,7 @@
 
 import json
 import re
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -81,6 +82,15 @@ def test_a_log_that_leaves_the_cost_open_is_refused_with_what_it_leaves_open(tmp
     log = read(write_log(tmp_path / "metrics.jsonl", LAWS["additive"], steps=100, ranks=4, batch_sizes=whole))
     with pytest.raises(UserError, match=r"leaves the cost of 1x60x104 at batch size \d+ .*other batch sizes"):
         fit_training_log(log)
+
+
+def test_a_log_of_many_ranks_is_held_without_its_text(tmp_path):
+    path = write_log(tmp_path / "metrics.jsonl", Roofline(0.1, 1e-3, 2e-5, 1e-9), steps=200, ranks=64)
+    tracemalloc.start()
+    read(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2 * path.stat().st_size  # with the text, and each shape anew, three times
 
 
 def test_a_log_of_one_shape_is_refused(tmp_path):
