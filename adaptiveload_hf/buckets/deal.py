@@ -79,8 +79,9 @@ def cut_evenly(
         more = min(missing, -(-int(counts[i]) // (size - 1)) - int(numbers[i]))
         numbers[i] += more
         missing -= more
-        if size > 2:
-            heapq.heappush(heap, (-float(cost.seconds(size - 1, tokens[i])), -int(tokens[i]), i, size - 1))
+        size = -(-int(counts[i]) // int(numbers[i]))
+        if size > 1:
+            heapq.heappush(heap, (-float(cost.seconds(size, tokens[i])), -int(tokens[i]), i, size))
     return numbers, missing
 
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from adaptiveload_hf.buckets.deal import best_balance, deal, matched_efficiency
+from adaptiveload_hf.buckets.cost import PowerLaw
+from adaptiveload_hf.buckets.deal import best_balance, cut_evenly, deal, matched_efficiency
 
 WORLD_SIZE, ACCUMULATION = 3, 4
 GROUP = WORLD_SIZE * ACCUMULATION
@@ -75,3 +76,17 @@ def test_auto_takes_a_window_only_where_it_saves_more_than_one_percent(pair, ste
     assert matched_efficiency(cost, 2, 1, 1) == pytest.approx(step, abs=1e-3)
     assert matched_efficiency(cost, 2, 1, 2) == pytest.approx(window, abs=1e-3)
     assert best_balance(cost, 2, 1, optimizer_steps)[0] == chosen
+
+
+def test_a_bucket_that_was_one_huge_micro_batch_is_cut_without_a_turn_for_each_sample():
+    asked = []
+
+    class Counted(PowerLaw):
+        def seconds(self, batch_size, tokens):
+            asked.append(batch_size)
+            return super().seconds(batch_size, tokens)
+
+    one = np.array([10**6])
+    numbers, missing = cut_evenly(one, one, np.array([1560]), Counted(0.0, 1e-6, 1.1), 64)
+    assert (numbers.tolist(), missing) == ([64], 0)
+    assert len(asked) <= 64
