@@ -12,21 +12,21 @@ HEAD = """# The command line
 
 <!-- Written by `python .ci/write_cli_docs.py` from the commands; a test holds it up to date. -->
 
-The package brings the command `adaptiveload`. From data to an even load:
+The package installs the command `adaptiveload`. From a dataset to balanced ranks:
 
 ```bash
-adaptiveload scan DATASET                            # which shapes, how many of each
-accelerate launch recipes/benchmark_shapes.py ...    # what a step costs; or: fit --from-log, count
-adaptiveload plan CONFIG --dataset DATASET           # batch size of each bucket, and what limits it
-adaptiveload simulate CONFIG --dataset DATASET       # what that brings
+adaptiveload scan DATASET                            # which shapes, and how many samples of each
+accelerate launch recipes/benchmark_shapes.py ...    # what a step costs (or: fit --from-log, count)
+adaptiveload plan CONFIG --dataset DATASET           # the batch size of each bucket, and what limits it
+adaptiveload simulate CONFIG --dataset DATASET       # how much faster an epoch becomes
 adaptiveload report CONFIG --dataset DATASET --output report.html
-adaptiveload push CONFIG user/repo                   # for everyone with the same model and GPUs
+adaptiveload push CONFIG user/repo                   # share it with everyone who has the same model and GPUs
 ```
 
-- `CONFIG` is a folder with a `bucket_config.json` or a Hub id; what is in it, and how it is shared: [hub.md](hub.md).
-- Tables go to stdout, words to stderr, and `--json` makes stdout JSON. The last word is the next command to type.
-- Exit status: 0 done; 1 a mistake that you can mend, in one line `adaptiveload: error: ...`; 2 wrong usage.
-- On a terminal too narrow for a table each cell has a line. No command needs a network, unless it is given a Hub id.
+- `CONFIG` is a folder with a `bucket_config.json` or a Hub id ([hub.md](hub.md)).
+- Tables go to stdout, messages to stderr; `--json` prints JSON on stdout. The last message is the next command to run.
+- Exit status: 0 success; 1 a mistake that you can fix, in one line `adaptiveload: error: ...`; 2 wrong usage.
+- On a terminal too narrow for a table, each cell gets a line. Commands use the network only for a Hub id.
 """
 
 

@@ -10,19 +10,20 @@ from ..errors import UserError
 from ..tables import say, say_next
 
 Config = Annotated[str, typer.Argument(metavar="CONFIG", help="Bucket config: a folder or a Hub id (user/repo).")]
-Dataset = Annotated[str | None, typer.Option(metavar="DATASET", help="What `adaptiveload scan` takes.")]
+Dataset = Annotated[str | None, typer.Option(metavar="DATASET", help="Dataset: whatever `adaptiveload scan` accepts.")]
 Shapes = Annotated[
-    Path | None, typer.Option(metavar="FILE", help='Instead: JSON {"21x60x104": samples, ...}, or of scan --json.')
+    Path | None,
+    typer.Option(
+        metavar="FILE", help='Instead of --dataset: JSON {"21x60x104": samples, ...}, or what scan --json prints.'
+    ),
 ]
-Revision = Annotated[str | None, typer.Option(help="Of a Hub id: branch, tag or commit. Default: main.")]
-WorldSize = Annotated[int | None, typer.Option(min=1, help="Data ranks. Default: those of the measurement.")]
-Accumulation = Annotated[
-    int | None, typer.Option(min=1, help="Micro-steps in an optimizer step. Default: those of the measurement.")
-]
-MemoryLimit = Annotated[float | None, typer.Option(min=0.1, help="Default: 90% of the GPU's memory.")]
-TargetSeconds = Annotated[str, typer.Option(metavar="SECONDS|auto", help="Largest time of a micro-batch.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id. Default: main.")]
+WorldSize = Annotated[int | None, typer.Option(min=1, help="Number of data ranks. Default: as measured.")]
+Accumulation = Annotated[int | None, typer.Option(min=1, help="Micro-steps per optimizer step. Default: as measured.")]
+MemoryLimit = Annotated[float | None, typer.Option(min=0.1, help="Memory limit per GPU. Default: 90% of its memory.")]
+TargetSeconds = Annotated[str, typer.Option(metavar="SECONDS|auto", help="Longest time of a micro-batch.")]
 SamplesPerStep = Annotated[
-    float | None, typer.Option(min=1, help="Choose that time such that an optimizer step holds about so many samples.")
+    float | None, typer.Option(min=1, help="Choose that time so that an optimizer step holds about this many samples.")
 ]
 Extrapolate = Annotated[
     bool, typer.Option("--allow-extrapolation", help="Allow shapes outside the measured range of tokens.")

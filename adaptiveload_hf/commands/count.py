@@ -18,17 +18,17 @@ def count(
     output: Annotated[Path, typer.Option(metavar="CONFIG", help="Folder for the bucket config.")],
     batch_size: Annotated[
         list[str] | None,
-        typer.Option(metavar="SHAPE=B", help="Batch size that training uses already; repeatable. They are the plan."),
+        typer.Option(metavar="SHAPE=B", help="Batch size that your training uses, as the plan; repeatable."),
     ] = None,
     text_tokens: Annotated[
-        int | None, typer.Option(min=0, help="Length of the prompt. Default: the family's usual one.")
+        int | None, typer.Option(min=0, help="Tokens of the prompt. Default: the model family's usual number.")
     ] = None,
     as_json: AsJson = False,
 ):
     """Write a bucket config without any measurement.
 
-    The cost is in proportion to the FLOPs of a transformer's config. That is enough to deal micro-batches of equal
-    cost side by side, but says nothing in seconds or GiB.
+    The cost is proportional to the FLOPs of a transformer's config. That is enough to balance ranks, but predicts no
+    seconds or GiB.
 
     \b
     Example:

@@ -17,7 +17,7 @@ def fit(
         Path | None, typer.Argument(metavar="[MEASUREMENTS]", help="measurements.jsonl of a benchmark.")
     ] = None,
     from_log: Annotated[
-        Path | None, typer.Option(metavar="LOG", help="Instead: metrics.jsonl of a training run.")
+        Path | None, typer.Option(metavar="LOG", help="Instead of MEASUREMENTS: metrics.jsonl of a training run.")
     ] = None,
     patch_size: PatchSize = "1x2x2",
     text_tokens: TextTokens = 0,
@@ -25,8 +25,8 @@ def fit(
 ):
     """Fit what a step costs, and write a bucket config.
 
-    The cost and memory laws are fitted to measurements, or the cost alone to the steps of a training run. Model and
-    set-up are taken over from a bucket_config.json beside the measurements or the log, if there is one.
+    Measurements give the cost and memory laws; the steps of a training run give the cost law only. Model and set-up
+    come from a bucket_config.json beside the measurements or the log, if there is one.
 
     \b
     Example:

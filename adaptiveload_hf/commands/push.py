@@ -11,16 +11,16 @@ from .arguments import AsJson, Config, say_next_plan
 
 def push(
     config: Config,
-    repository: Annotated[str, typer.Argument(metavar="REPOSITORY", help="user/repo, made if it is missing.")],
+    repository: Annotated[str, typer.Argument(metavar="REPOSITORY", help="user/repo, created if missing.")],
     private: Annotated[
-        bool | None, typer.Option("--private/--public", help="Of a new repository. Default: the Hub's.")
+        bool | None, typer.Option("--private/--public", help="Visibility of a new repository. Default: the Hub's.")
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, made if it is missing. Default: main.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, created if missing. Default: main.")] = None,
     as_json: AsJson = False,
 ):
     """Upload a bucket config with its card to the Hub.
 
-    It goes to a model repository, which is made if missing. Log in first: hf auth login.
+    It goes to a model repository, created if missing. Log in first: hf auth login.
 
     \b
     Example:

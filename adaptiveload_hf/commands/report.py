@@ -39,8 +39,8 @@ def report(
 ):
     """Write one HTML page about cost, plan, ranks and a run.
 
-    It shows the load of the ranks before and after, the bucket table, the cost fit, and how a run goes. The pictures
-    are in the page, and as PNG files in a folder beside it.
+    It shows the load of the ranks before and after, the bucket table, the cost fit, and the progress of a run. The
+    pictures are in the page, and as PNG files in a folder beside it.
 
     \b
     Example:

@@ -13,16 +13,16 @@ _MOST_BUCKETS = 8  # with more shapes, prepare_dataset.py chooses few that fit t
 
 def scan(
     dataset: Annotated[str, typer.Argument(metavar="DATASET", help="Folder, tar file, or Hub id of a dataset.")],
-    fps: Annotated[float, typer.Option(min=0.1, help="Of clips: frames a second of the samples.")] = 16.0,
+    fps: Annotated[float, typer.Option(min=0.1, help="Frames per second at which clips are sampled.")] = 16.0,
     patch_size: PatchSize = "1x2x2",
     text_tokens: TextTokens = 0,
     as_json: AsJson = False,
 ):
     """Count the samples of each shape in a dataset.
 
-    That is a prepared dataset, cached latents, tar shards, clips or a dataset on the Hub; only headers are read. What
-    --json prints can be given to `plan`, `simulate` and `report` as --shapes FILE. Clips and pictures are counted in
-    the largest shape that they fill: 4n+1 frames, at most 81, multiples of 16 pixels.
+    DATASET is a prepared dataset, cached latents, tar shards, clips, or a dataset on the Hub; only headers are read.
+    `plan`, `simulate` and `report` take the output of --json as --shapes FILE. Clips and pictures are counted in the
+    largest shape that they fill: 4n+1 frames, at most 81, multiples of 16 pixels.
 
     \b
     Example:

@@ -51,26 +51,26 @@ def simulate(
     dataset: Dataset = None,
     shapes: Shapes = None,
     revision: Revision = None,
-    world_size: Annotated[list[int] | None, typer.Option(min=1, help="Data ranks; may be repeated.")] = None,
+    world_size: Annotated[list[int] | None, typer.Option(min=1, help="Number of data ranks; repeatable.")] = None,
     gradient_accumulation_steps: Annotated[
-        list[int] | None, typer.Option(min=1, help="Micro-steps in an optimizer step; may be repeated.")
+        list[int] | None, typer.Option(min=1, help="Micro-steps per optimizer step; repeatable.")
     ] = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="dual, equal_token, equal_time, or fixed: the config's own B. May be repeated."),
+        typer.Option(help="dual, equal_token, equal_time, or fixed: the config's own B; repeatable."),
     ] = None,
-    balance: Annotated[list[str] | None, typer.Option(help="none, step, window:n, auto; may be repeated.")] = None,
+    balance: Annotated[list[str] | None, typer.Option(help="none, step, window:n, auto; repeatable.")] = None,
     memory_limit_gib: MemoryLimit = None,
     target_seconds: TargetSeconds = "auto",
     samples_per_step: SamplesPerStep = None,
     allow_extrapolation: Extrapolate = False,
     as_json: AsJson = False,
 ):
-    """Predict an epoch, and what batch sizes and dealing each bring.
+    """Predict an epoch, and what sizes and balancing each gain.
 
-    The gains are ratios of epoch times against equal-token batches (or the config's own batch sizes) dealt at random:
-    "by sizes" is what this policy's batch sizes bring when dealt at random, "by dealing" what dealing them by cost
-    brings on top, and "gain" is the product.
+    Gains are ratios of epoch times. The baseline is equal-token batches (or the config's own) in random order. "by
+    sizes" is the gain of this policy's batch sizes in random order, "by dealing" what balancing them by cost gains on
+    top, and "gain" the product.
 
     \b
     Example:
