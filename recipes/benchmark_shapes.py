@@ -52,16 +52,16 @@ def parse_args(argv=None) -> argparse.Namespace:
     for add_arguments in (add_lora_arguments, add_flow_arguments, wan_training.add_wan_arguments):
         add_arguments(parser)
     add = parser.add_argument
-    add("--config", help="instead of a pipeline: a transformer's config.json or its folder; the weights are random")
+    add("--config", help="instead of a pipeline: a transformer's config.json or its folder, with random weights")
     add("--shapes", type=Path, help='instead of a dataset: JSON {"21x60x104": samples, ...}; a range is two of them')
     add(
         "--max_points",
         type=int,
         default=12,
-        help=f"(shape, batch size) pairs to time, at most; under {SURE_POINTS} the law is a guess",
+        help=f"most (shape, batch size) pairs to time; under {SURE_POINTS} the law is a guess",
     )
     add("--push_to_hub", action="store_true")
-    add("--hub_model_id", help="repository, default: the name of --output_dir")
+    add("--hub_model_id", help="repository (default: the name of --output_dir)")
     add("--hub_token")
     args = parser.parse_args(argv)
     if (args.pretrained_model_name_or_path is None) == (args.config is None):

@@ -18,10 +18,10 @@ def add_lora_arguments(parser) -> None:
     The default targets are the family's LORA_TARGET_MODULES.
     """
     add = parser.add_argument
-    add("--rank", type=at_least(1), help="of the LoRA; without it the whole transformer is trained")
-    add("--lora_alpha", type=float, help="default: the rank")
+    add("--rank", type=at_least(1), help="rank of the LoRA; without it the whole transformer is trained")
+    add("--lora_alpha", type=float, help="alpha of the LoRA (default: the rank)")
     add("--lora_target_modules", nargs="+", metavar="NAME",
-        help="ends of module names, such as to_q or ffn.net.2; default: attention")  # fmt: skip
+        help="ends of module names, such as to_q or ffn.net.2 (default: attention)")  # fmt: skip
 
 
 def add_lora(transformer, args) -> None:

@@ -4,10 +4,10 @@ python recipes/prepare_dataset.py --instance_data_root clips --output_dir prepar
     --pretrained_model_name_or_path Wan-AI/Wan2.1-T2V-1.3B-Diffusers --fps 16 \\
     --video_resolution_buckets 1x480x832 33x480x832 81x480x832
 
-`accelerate launch --num_processes 8 recipes/prepare_dataset.py ...` shares the work among the GPUs of a machine, or of
-several that share output_dir. Every file is looked through before anything is encoded, and what cannot be used is
-listed then. Given again, after an interruption or when files, captions, buckets or weights have changed, it encodes
-only what that takes. docs/data.md describes the folder, the rules and the dataset.
+`accelerate launch --num_processes 8 recipes/prepare_dataset.py ...` divides the work among the GPUs of a machine, or
+of several that share output_dir. Every file is checked before anything is encoded, and what cannot be used is listed
+then. Run it again after an interruption, or when files, captions, buckets or weights have changed: it encodes only
+what is missing. docs/data.md describes the folder, the rules and the dataset.
 """
 
 import argparse
@@ -302,13 +302,13 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--instance_data_root", type=Path, help="folder of pictures, clips and captions")
-    add("--dataset_name", help="instead: a Hub dataset with a column of images or videos; its split train")
-    add("--dataset_config_name", help="of that dataset")
+    add("--dataset_name", help="instead of a folder: a Hub dataset, whose split train has images or videos")
+    add("--dataset_config_name", help="configuration of the Hub dataset")
     add("--video_column", help="its column of images or videos; of metadata files: of file names (file_name)")
-    add("--caption_column", default="text", help="of either (default: %(default)s)")
-    add("--output_dir", type=Path, required=True, help="gets dataset/, shards/ and a report")
+    add("--caption_column", default="text", help="column of captions, of either (default: %(default)s)")
+    add("--output_dir", type=Path, required=True, help="folder for dataset/, shards/ and a report")
     add("--pretrained_model_name_or_path", required=True, help="folder or Hub id of a Wan or SD3 pipeline")
-    add("--fps", default="16", help="frames a second of the samples, as 23.976 or 30000/1001 (default: %(default)s)")
+    add("--fps", default="16", help="frames per second to sample, as 23.976 or 30000/1001 (default: %(default)s)")
     add(
         "--video_resolution_buckets",
         nargs="+",
@@ -316,10 +316,15 @@ def parse_args() -> argparse.Namespace:
         metavar="FxHxW",
         help="in frames and pixels; auto (the default) chooses from the data within the next three",
     )
-    add("--max_num_frames", type=int, default=81, help="of automatic buckets (default: %(default)s)")
-    add("--height", type=int, default=480, help="times --width: the area of automatic buckets (default: %(default)s)")
-    add("--width", type=int, default=832, help="(default: %(default)s)")
-    add("--max_sequence_length", type=int, help="tokens of a caption, as the pipeline's (default: Wan 512, SD3 256)")
+    add("--max_num_frames", type=int, default=81, help="longest automatic bucket (default: %(default)s)")
+    add(
+        "--height",
+        type=int,
+        default=480,
+        help="times --width: most pixels of automatic buckets (default: %(default)s)",
+    )
+    add("--width", type=int, default=832, help="see --height (default: %(default)s)")
+    add("--max_sequence_length", type=int, help="tokens of a caption, as for the pipeline (default: Wan 512, SD3 256)")
     add("--mixed_precision", choices=["no", "bf16"], default="no", help="bf16 runs the text encoders in bfloat16")
     add(
         "--overwrite",

@@ -25,8 +25,8 @@ def add_hub_arguments(parser) -> None:
     """What happens to the result."""
     add = parser.add_argument
     add("--push_to_hub", action="store_true", help="upload the result and its card, never the checkpoints")
-    add("--hub_model_id", help="user/repo; default: the name of --output_dir in your own namespace")
-    add("--hub_token", help="default: that of `hf auth login`")
+    add("--hub_model_id", help="user/repo (default: the name of --output_dir in your own namespace)")
+    add("--hub_token", help="token for the Hub (default: that of `hf auth login`)")
 
 
 def find_repository(accelerator: Accelerator, args) -> str | None:

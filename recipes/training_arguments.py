@@ -84,23 +84,27 @@ def add_model_arguments(parser, required: bool = True) -> None:
     required: nothing else can stand for model and data.
     """
     add = parser.add_argument
-    add("--pretrained_model_name_or_path", required=required, help="pipeline: folder or Hub id")
-    add("--revision", help="revision of the Hub id")
+    add("--pretrained_model_name_or_path", required=required, help="the pipeline: folder or Hub id")
+    add("--revision", help="branch, tag or commit of the Hub id")
     add("--from_scratch", action="store_true", help="random weights in the pipeline's transformer configuration")
     add("--dataset", required=required, help="output_dir of prepare_dataset.py")
-    add("--output_dir", required=True, help="for checkpoints, metrics.jsonl and the result")
-    add("--seed", type=at_least(0), default=0, help="of the data's order, the noise, the timesteps and a LoRA")
-    add("--gradient_accumulation_steps", type=at_least(1), default=1, help="K: micro-steps in an optimizer step")
+    add("--output_dir", required=True, help="folder for checkpoints, metrics.jsonl and the result")
+    add("--seed", type=at_least(0), default=0, help="for the data's order, noise, timesteps and a LoRA's weights")
+    add("--gradient_accumulation_steps", type=at_least(1), default=1, help="K: micro-steps per optimizer step")
     add("--mixed_precision", choices=["no", "bf16", "fp16"], help="default: the launch configuration's")
-    add("--gradient_checkpointing", action="store_true", help="not together with fsdp_activation_checkpointing")
-    add("--no_patch", action="store_true", help="leave the AdaLN operations eager")
-    add("--memory_limit_gib", type=at_least(0.0, above=True), help="default: 90%% of the GPU's memory; none on CPU")
-    add("--learning_rate", type=at_least(0.0), default=1e-5, help="of AdamW")
-    add("--adam_beta1", type=at_least(0.0), default=0.9, help="of its running mean of gradients")
-    add("--adam_beta2", type=at_least(0.0), default=0.999, help="of its running mean of their squares")
-    add("--adam_weight_decay", type=at_least(0.0), default=1e-2, help="a step, times the learning rate")
-    add("--adam_epsilon", type=at_least(0.0), default=1e-8, help="added to its divisor")
-    add("--max_grad_norm", type=at_least(0.0, above=True), default=1.0, help="gradients are clipped to it")
+    add(
+        "--gradient_checkpointing",
+        action="store_true",
+        help="recompute activations; FSDP has a setting of its own for it",
+    )
+    add("--no_patch", action="store_true", help="do not fuse the model with patch_model")
+    add("--memory_limit_gib", type=at_least(0.0, above=True), help="limit per GPU (default: 90%%; none on CPU)")
+    add("--learning_rate", type=at_least(0.0), default=1e-5, help="peak learning rate of AdamW")
+    add("--adam_beta1", type=at_least(0.0), default=0.9, help="decay of AdamW's running mean of gradients")
+    add("--adam_beta2", type=at_least(0.0), default=0.999, help="decay of AdamW's running mean of squared gradients")
+    add("--adam_weight_decay", type=at_least(0.0), default=1e-2, help="per step, times the learning rate")
+    add("--adam_epsilon", type=at_least(0.0), default=1e-8, help="added to AdamW's divisor")
+    add("--max_grad_norm", type=at_least(0.0, above=True), default=1.0, help="gradients are clipped to this norm")
 
 
 def add_flow_arguments(parser) -> None:
@@ -108,10 +112,10 @@ def add_flow_arguments(parser) -> None:
     add = parser.add_argument
     schemes = ["sigma_sqrt", "logit_normal", "mode", "cosmap", "none"]
     add("--weighting_scheme", choices=schemes, default="logit_normal", help="none: uniform timesteps, equal weights")
-    add("--logit_mean", type=float, default=0.0, help="of logit_normal; above 0 means less noise")
-    add("--logit_std", type=at_least(0.0), default=1.0, help="of logit_normal")
-    add("--mode_scale", type=float, default=1.29, help="of mode")
-    add("--shift", type=at_least(0.0, above=True), help="of sigma; default: the pipeline's scheduler's")
+    add("--logit_mean", type=float, default=0.0, help="mean of logit_normal; above 0 means less noise")
+    add("--logit_std", type=at_least(0.0), default=1.0, help="standard deviation of logit_normal")
+    add("--mode_scale", type=float, default=1.29, help="scale of mode")
+    add("--shift", type=at_least(0.0, above=True), help="shift of sigma (default: that of the pipeline's scheduler)")
     add("--shift_shape", type=shape, metavar="FxHxW",
         help="latent shape that --shift is meant for: others get shift * sqrt(their size / its size)")  # fmt: skip
 
@@ -121,54 +125,59 @@ def add_scheduler_arguments(parser) -> None:
     add = parser.add_argument
     add("--lr_scheduler", choices=[kind.value for kind in SchedulerType if kind.value != "piecewise_constant"],
         default="constant", help="diffusers' schedules")  # fmt: skip
-    add("--lr_warmup_steps", type=at_least(0), default=0, help="optimizer steps over which it rises")
-    add("--lr_num_cycles", type=at_least(1), default=1, help="of cosine_with_restarts")
-    add("--lr_power", type=float, default=1.0, help="of polynomial")
+    add("--lr_warmup_steps", type=at_least(0), default=0, help="optimizer steps of warm-up")
+    add("--lr_num_cycles", type=at_least(1), default=1, help="cycles of cosine_with_restarts")
+    add("--lr_power", type=float, default=1.0, help="power of polynomial")
 
 
 def add_run_arguments(parser) -> None:
     """How long to train, in which order, and what to write."""
     add = parser.add_argument
     add("--bucket_config", required=True,
-        help="folder that benchmark_shapes.py wrote, a Hub id, or auto: measured on the first start")  # fmt: skip
+        help="folder that benchmark_shapes.py wrote, a Hub id, or auto: measure on the first start")  # fmt: skip
     add(
         "--no_preflight",
         action="store_true",
-        help="begin without trying the worst bucket, a checkpoint and the others",
+        help="start without trying the largest bucket, a checkpoint and the other buckets",
     )
-    add("--batch_sizes", nargs="+", metavar="SHAPE=B", help="instead of the plan's, such as 21x60x104=1")
+    add("--batch_sizes", nargs="+", metavar="SHAPE=B", help="batch sizes that replace the plan's, such as 21x60x104=1")
     add("--repeats", nargs="+", metavar="PATTERN=N",
-        help="how often files occur in an epoch, such as 'photos/*=0.5'; the last that fits counts")  # fmt: skip
-    add("--num_train_epochs", type=at_least(1), default=1, help="times that the dataset is trained on")
-    add("--max_train_steps", type=at_least(1), help="optimizer steps in all; overrides --num_train_epochs")
-    add("--balance", default="auto", help="how micro-batches are matched: none, step, window:n or auto")
-    add("--loss_normalization", choices=["token", "sample", "none"], default="token", help="what weighs the same")
+        help="how often an epoch has each file, such as 'photos/*=0.5'; the last matching pattern counts")  # fmt: skip
+    add("--num_train_epochs", type=at_least(1), default=1, help="epochs to train")
+    add("--max_train_steps", type=at_least(1), help="total optimizer steps; overrides --num_train_epochs")
+    add("--balance", default="auto", help="how ranks are balanced: none, step, window:n or auto")
+    add(
+        "--loss_normalization",
+        choices=["token", "sample", "none"],
+        default="token",
+        help="what weighs the same in the loss",
+    )
     add("--allow_extrapolation", action="store_true", help="accept shapes outside the measured range of tokens")
-    add("--dataloader_num_workers", type=at_least(0), default=0, help="processes that read samples, on each rank")
-    add("--checkpointing_steps", type=at_least(1), default=500, help="optimizer steps from one to the next")
-    add("--checkpoints_total_limit", type=at_least(1), help="keep only the newest so many")
+    add("--dataloader_num_workers", type=at_least(0), default=0, help="processes per rank that read samples")
+    add("--checkpointing_steps", type=at_least(1), default=500, help="optimizer steps between checkpoints")
+    add("--checkpoints_total_limit", type=at_least(1), help="keep only this many, the newest")
     add("--resume_from_checkpoint", help="'latest', or a checkpoint-<step> folder")
     add("--on_dataset_change", choices=["error", "new_epoch"], default="error",
-        help="resuming on another dataset: refuse, or begin a new epoch of it and keep the step")  # fmt: skip
+        help="when resuming on another dataset: refuse, or begin a new epoch of it and keep the step")  # fmt: skip
     add("--max_skipped_steps", type=at_least(1), default=10,
-        help="optimizer steps without a finite gradient, each skipped, after which the run ends")  # fmt: skip
+        help="end the run after this many skipped steps, whose gradient was not finite")  # fmt: skip
     add("--proportion_empty_prompts", type=float, default=0.0, help="share of samples trained without their caption")
-    add("--report_to", choices=["none", *LoggerType.list()], default="tensorboard", help="tracker of accelerate")
-    add("--logging_dir", default="logs", help="of the tracker, inside --output_dir")
+    add("--report_to", choices=["none", *LoggerType.list()], default="tensorboard", help="a tracker of accelerate")
+    add("--logging_dir", default="logs", help="the tracker's folder inside --output_dir")
 
 
 def add_validation_arguments(parser) -> None:
     """What to look at while training; none of it moves the training's random numbers."""
     add = parser.add_argument
-    add("--validation_dataset", help="output_dir of prepare_dataset.py with held-out samples: their loss per shape")
-    add("--validation_prompt", nargs="+", help="captions to sample from")
+    add("--validation_dataset", help="prepared held-out samples, to report their loss per shape")
+    add("--validation_prompt", nargs="+", help="captions to sample clips or pictures from")
     add(
         "--validation_steps",
         type=at_least(1),
         default=500,
-        help="optimizer steps between validations; one at the end too",
+        help="optimizer steps between validations; there is one at the end too",
     )
     add("--validation_resolution", type=shape, default="81x480x832", metavar="FxHxW",
-        help="of the samples, frames and pixels")  # fmt: skip
-    add("--validation_inference_steps", type=at_least(1), default=30, help="of a sample")
-    add("--guidance_scale", type=float, default=5.0, help="of the samples")
+        help="size of the samples in frames and pixels")  # fmt: skip
+    add("--validation_inference_steps", type=at_least(1), default=30, help="denoising steps of a sample")
+    add("--guidance_scale", type=float, default=5.0, help="guidance scale of the samples")

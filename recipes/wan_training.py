@@ -20,9 +20,9 @@ LORA_TARGET_MODULES = ["to_q", "to_k", "to_v", "to_out.0"]
 def add_wan_arguments(parser) -> None:
     """Wan's variants."""
     add = parser.add_argument
-    add("--expert", choices=["high_noise", "low_noise"], help="of Wan 2.2 A14B: which of its two transformers")
+    add("--expert", choices=["high_noise", "low_noise"], help="which of the two transformers of Wan 2.2 A14B to train")
     add("--first_frame_given", action="store_true",
-        help="Wan 2.2 TI2V: learn to go on from the first frame instead of from nothing")  # fmt: skip
+        help="Wan 2.2 TI2V: learn to continue from a given first frame")  # fmt: skip
 
 
 @dataclass(frozen=True)
