@@ -19,11 +19,10 @@ _KINDS = ("modulations", "gates", "norms", "pairs", "attention")
 _COLUMNS = ("model", "class", *_KINDS, "left eager because")
 _HEAD = """# Which models are fused
 
-What `patch_model` does to a tiny configuration of each transformer and ControlNet of diffusers {version} that has
-adaptive layer norms: sites fused of sites found, over all blocks of that configuration (docs/patching.md says what
-counts as norm and pair). A test compares each with its
-unpatched self, outputs and all gradients, and checks that this table is up to date. It is written by
-`PYTHONPATH=tests python -m support.model_runs`.
+Each transformer and ControlNet of diffusers {version} that has adaptive layer norms, with the sites that `patch_model`
+fuses / finds in a tiny configuration of it ([patching.md](patching.md#what-is-replaced) says what counts as a site). A
+test compares each with the unpatched model, outputs and all gradients, and checks that this table is up to date. It is
+written by `PYTHONPATH=tests python -m support.model_runs`.
 
 """
 
