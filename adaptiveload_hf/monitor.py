@@ -105,14 +105,14 @@ class TrainingMonitor:
         sent = self._exchange(flag)
         # While the device still works: whatever comes after the numbers are read, it waits for.
         numbers = MicroStepNumbers(*zip(*(self._numbers[micro_step].tolist() for micro_step in self._micro_steps)))
-        metrics = {**self._describe(numbers), **counted_since(self._counters)}
+        described = {**self._describe(numbers), **counted_since(self._counters)}
         received = sent.tolist()  # waits for the device to end this step
         seconds = time.perf_counter() - self._start
         # Plain numbers: after a step's work numpy's first calls take 0.1 ms each, for nothing of it is in the caches.
         flags, paces, *rest = zip(*received)
         blocks, losses = rest[: -len(self._losses)], rest[-len(self._losses) :]  # per micro-step, of all processes
         loss = sum(map(sum, losses)) / len(losses) / len(received)
-        metrics |= {"loss": loss, "flag": any(flags), "seconds": seconds}
+        metrics = {"loss": loss, "flag": any(flags), "seconds": seconds, **described}
         metrics |= {f"{what}_per_second": metrics[what] / seconds for what in ("samples", "tokens")}
         if self._in_seconds:
             metrics["achieved_efficiency"] = sum(numbers.mean_cost) / seconds

@@ -56,7 +56,8 @@ def cut_captions(planned: list[Planned], tokenizer: Path, max_sequence_length: i
     """Files whose caption has more tokens than max_sequence_length; the pipelines cut them without a word."""
     tokenize = AutoTokenizer.from_pretrained(tokenizer)
     captions = {sample.row["caption"] for sample in planned}
-    long = {caption for caption in captions if len(tokenize(caption).input_ids) > max_sequence_length}
+    # verbose would warn of errors that the encoder, which cuts, does not have
+    long = {caption for caption in captions if len(tokenize(caption, verbose=False).input_ids) > max_sequence_length}
     return [sample.row["file"] for sample in planned if sample.row["caption"] in long]
 
 
