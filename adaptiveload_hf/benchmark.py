@@ -122,16 +122,16 @@ def measure_steps(
     rank. Repeats in which a rank's allocator had to free cached memory and try again are dropped. Memory is that of
     the fullest rank; on CPU it is 0.0, "not measured".
 
-    Before each point its memory is predicted from those already measured; points that would not fit are left out. An
-    out-of-memory error all the same, or an allocator that tries again in every step, becomes a measurement with
-    `oom=True`, a bound, and larger points are skipped. One unsharded process goes on by itself. Otherwise ranks that
-    stand in a collective cannot be brought back: the bound is written, and all ranks start the same command again,
-    which goes on after it.
+    Before each point its memory is predicted from those already measured; points that would not fit are left out. If
+    one runs out of memory all the same, or its allocator tries again in every step, it becomes a bound, a measurement
+    with `oom=True`, and larger points are skipped. One unsharded process goes on by itself. Otherwise ranks that wait
+    in a collective cannot be brought back: the bound is written, and all ranks start the same command again, which
+    goes on after it.
 
     Args:
         accelerator: the run's; its `gradient_accumulation_steps` is K.
-        run_step: does one optimizer step of K micro-steps on micro-batches of this shape and batch size; begins by
-            zeroing the gradients, so that a step that died of memory leaves nothing behind.
+        run_step: does one optimizer step of K micro-steps on micro-batches of this shape and batch size. It begins by
+            zeroing the gradients, so that a step that ran out of memory leaves nothing behind.
         points: e.g. from `choose_points`, by growing `all_tokens`; those of the main process count.
         output_path: JSON lines, appended point by point and kept through a crash. Points found in it are not
             measured again.

@@ -104,7 +104,7 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
             geometry: `TokenGeometry` of the model.
             example_plan: `BucketPlan` of the author's own data.
             fit: the `CostFit` to save, where it was made already.
-            origin: "benchmark", or "training_log" where the measurements are shares of a run's steps.
+            origin: "benchmark", or "training_log" if the measurements are shares of a run's steps.
 
         Raises:
             UserError: tokens of a measurement are not what `geometry` gives; or nothing can be fitted.
@@ -134,12 +134,12 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         cls, transformer_config: Any, *, batch_sizes: Mapping | None = None, text_tokens: int | None = None
     ) -> "BucketConfig":
         """
-        Without any measurement: a cost in proportion to the FLOPs of a transformer, enough to deal well.
+        Without measuring: a cost proportional to the FLOPs of a transformer, which is enough to balance ranks.
 
         Args:
             transformer_config: a diffusers transformer, its `config`, or a folder with its config.json.
-            batch_sizes: the batch sizes that training uses already, B by shape. They are then the plan, and the
-                largest B*S among them is the memory that is known to fit.
+            batch_sizes: the batch sizes that your training uses, B by shape. They become the plan, and the largest B*S
+                among them is the memory that is known to fit.
             text_tokens: as in `buckets.flops.count_flops`.
 
         Raises:
@@ -214,7 +214,7 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         Write `bucket_config.json`, `measurements.jsonl`, the card `README.md` and, with matplotlib, its picture.
 
         Args:
-            save_directory: folder, made if missing.
+            save_directory: folder, created if missing.
             push_to_hub: then push what was written; `push_options` are those of the method `push_to_hub`, whose
                 `repo_id` is by default the folder's name in your namespace.
 
@@ -230,7 +230,7 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
 
     def push_to_hub(self, repo_id: str, *, saved_in: str | Path | None = None, **options: Any) -> str:
         """
-        Upload the files that `save_pretrained` writes to a model repository, which is made if missing.
+        Upload the files that `save_pretrained` writes to a model repository, created if missing.
 
         Args:
             repo_id: "user/repo", or "repo" for your own namespace.

@@ -8,7 +8,7 @@ DISK_IS_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class UserError(ValueError):
-    """A mistake that the caller can mend. The message says what was expected, what was found and what to do."""
+    """A mistake that the caller can fix. The message says what was expected, what was found and what to do."""
 
 
 def mistake_in(error: BaseException | None) -> str | None:

@@ -84,7 +84,7 @@ class TrainingMonitor:
 
         Args:
             loss: weighted, a scalar tensor, whose mean over the W*K micro-batches is the optimizer step's loss.
-            flag: anything of this rank that all ranks must hear of, a wish to stop say.
+            flag: anything that all ranks must hear of, such as a wish to stop.
 
         Returns:
             None between optimizer steps. After one, on every rank: `loss`; `flag`, true if any rank's was; `seconds`,

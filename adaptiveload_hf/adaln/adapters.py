@@ -36,10 +36,10 @@ def register_adapter(
     edits: Sequence[tuple[str, str]],
     functions: Sequence[Callable] = (),
 ) -> None:
-    """Say how a block's forward is written in the form that `patch_model` recognises.
+    """Tell `patch_model` how a block's forward reads in the form that it recognises.
 
     Args:
-        class_name: of the block, with its module.
+        class_name: the block's class, with its module.
         sources: `source_digest` of "forward" and of each method or global function whose calls the edits take out, by
             name. Only a class with exactly these sources is edited. Register again for another version.
         edits: (statements of the forward, statements that stand for them and give the same values).
@@ -63,7 +63,7 @@ def register_adapter(
 
 
 def source_digest(function: Callable) -> str:
-    """What `register_adapter` knows a function's source by.
+    """The digest by which `register_adapter` recognises a function's source.
 
     Raises:
         UserError: the source is not the code that runs, or not available.

@@ -41,8 +41,8 @@ class AdaptiveLoadAttnProcessor:
     cross-attention `rms_norm_modulate`; where nothing stands against it together with the projections, as
     `queries.queries_keys_values`.
 
-    All else (image keys, fused projections, the attention backend) is done by a processor of diffusers, which this one
-    wraps. It also norms and turns where the ops do not apply: with other norms or hooks on them, with mixed dtypes.
+    The diffusers processor that this one wraps does everything else: image keys, fused projections, the attention
+    backend. It also norms and rotates where the ops do not apply: with other norms, hooks on them, or mixed dtypes.
 
     Args:
         stock: the processor to wrap, by default a new WanAttnProcessor. Its attention backend and parallel

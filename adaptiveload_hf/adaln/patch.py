@@ -39,20 +39,20 @@ def patch_model(
 ) -> PatchReport:
     """Run the adaptive layer norms and gated residuals of a diffusers model as fused ops.
 
-    The source of each block's forward, and of the model's own, is rewritten where `norm(x) * (1 + scale) + shift` and
-    `x + gate * y` are proven to be replaceable, and the result becomes the forward of the instance, below any hook.
-    The attention processors of Wan, SD3, Flux and HunyuanVideo are wrapped (`AdaptiveLoadAttnProcessor`). Weights,
-    their names, the class and all else stay. What is not proven stays eager and is listed. Patching again replaces an
-    earlier patch.
+    In the source of each block's forward, and of the model's own, `norm(x) * (1 + scale) + shift` and `x + gate * y`
+    are replaced where that is proven safe. The result becomes the forward of the instance, below any hook. The
+    attention processors of Wan, SD3, Flux and HunyuanVideo are wrapped (`AdaptiveLoadAttnProcessor`). Weights, their
+    names and the class do not change. What is not proven stays eager and is listed. Patching again replaces an earlier
+    patch.
 
     Args:
         model: an nn.Module, before or after hooks, PEFT, FSDP2 and DDP; or a pipeline, whose `transformer*` and
             `controlnet*` components are patched.
-        backend: "auto" (on a GPU the CUDA kernels where they are built, else Triton, else the reference), "cuda",
+        backend: "auto" (on a GPU the CUDA kernels if they are built, else Triton, else the reference), "cuda",
             "triton" or "reference". With "cuda" and "triton" tensors on other devices run as written.
         ops: "all", or the names of the ops to use.
-        verify: compare the first call of a class with its original forward? "auto": unless the tests cover its source,
-            "always" or "never". Compiled code cannot be compared and stays eager until then.
+        verify: whether the first call of a class is compared with its original forward: "auto" (unless the tests cover
+            its source), "always" or "never". Compiled code cannot be compared and stays eager until it was.
 
     Returns:
         PatchReport: `print` it.
@@ -89,9 +89,9 @@ def patch_model(
 
 
 def unpatch_model(model: nn.Module) -> None:
-    """Give every module of a model (or pipeline) its own forward and attention processor back.
+    """Restore the original forward and attention processor of every module of a model (or pipeline).
 
-    What was never patched stays as it is, also an `AdaptiveLoadAttnProcessor` that the caller set.
+    What was never patched does not change, including an `AdaptiveLoadAttnProcessor` that the caller set.
     """
     for module in (module for model in _models_of(model) for module in model.modules()):
         attention.uninstall(module)

@@ -49,7 +49,7 @@ class _Row:
 
 
 class PatchReport:
-    """What `patch_model` found, fused and left. Printed, it is a table and one line for each op.
+    """What `patch_model` found, fused and left eager. Printing it shows a table and a line for each op.
 
     Args:
         backends: for each op, what it runs on.

@@ -28,11 +28,11 @@ class Measurement:
         tokens: S of one sample.
         batch_size: B.
         seconds: median seconds of a training step with this micro-batch.
-        peak_gib: most that the CUDA allocator had handed out on the fullest rank, in GiB; 0 where it cannot be read.
-            Of an `oom` it is what was reached before.
-        rank_seconds: the same time rank by rank.
-        oom: the step did not fit, or only by freeing cached memory in every step; `seconds` means nothing then.
-        reserved_gib: what the allocator had reserved for it: the peak and what fragmentation wastes; 0: not read.
+        peak_gib: most that the CUDA allocator had handed out on the fullest rank, in GiB; 0 if it cannot be read. For
+            an `oom` it is what was reached before.
+        rank_seconds: the same time for each rank.
+        oom: the step did not fit, or only by freeing cached memory in every step; then `seconds` is meaningless.
+        reserved_gib: what the allocator had reserved: the peak and what fragmentation wastes; 0: not read.
     """
 
     shape: str

@@ -72,7 +72,7 @@ def fit_cost_model(measurements: Sequence[Measurement], kinds: str | Sequence[st
 
     Args:
         measurements: timed points; those marked `oom` are left out.
-        kinds: "all", or some of "power_law", "additive", "roofline"; the power law is always fitted as well.
+        kinds: "all", or some of "power_law", "additive", "roofline"; the power law is always fitted too.
 
     Raises:
         UserError: an unknown kind, or too few points to tell the parameters apart.
@@ -177,16 +177,16 @@ def find_outliers(fit: CostFit) -> list[Outlier]:
 def fit_memory_model(measurements: Sequence[Measurement], gpu_memory_gib: float | None = None) -> MemoryModel:
     """The tightest max(floor, line in B and B*S) that lies on or above every measured peak.
 
-    Not a mean line: half of its predictions would be too low, and each of those is a crash. Points on the floor say
-    nothing of the line. Its slope is known if the points above the floor span a factor of 2 in B*S; else it goes
-    through the last point on the floor, and beyond the largest point memory is bounded (`known_tokens`). What a sample
-    takes beside its tokens is told by three points above the floor that span a factor of 4 in S; else it counts as
-    tokens. Of repeated points the highest counts. A point that ran out of memory needs more than its own peak, than
-    any peak that fitted, and at least the GPU's memory.
+    Half of a mean line's predictions would be too low, and each of those is a crash. Points on the floor say nothing
+    about the line. Its slope is known if the points above the floor span a factor of 2 in B*S; else it goes through
+    the last point on the floor, and beyond the largest point memory is bounded (`known_tokens`). A sample's fixed part
+    is fitted if three points above the floor span a factor of 4 in S; else it counts as tokens. Of repeated points the
+    highest counts. A point that ran out of memory needs more than its own peak, more than any peak that fitted, and at
+    least the GPU's memory.
 
     Args:
         measurements: points with their peaks.
-        gpu_memory_gib: of the GPU that they were measured on, if known.
+        gpu_memory_gib: memory of the GPU that they were measured on, if known.
 
     Raises:
         UserError: no peak was measured, or at one B*S only.

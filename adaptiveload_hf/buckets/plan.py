@@ -59,13 +59,13 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Batch size per bucket for one histogram, W, K and way of dealing. Buckets are sorted by shape.
+    """Batch size per bucket for one histogram, W, K and balance. Buckets are sorted by shape.
 
     m_mem_tokens: the memory limit in tokens of a micro-batch, of shapes whose samples take most beside their tokens;
         None if nothing limits it.
     target_seconds: the compute limit, in the cost model's unit; None where the policy has none.
     findings: sentences about what the limits do, and about what a sample weighs in the loss.
-    balance: the dealing under which an automatic compute limit was chosen.
+    balance: the balance for which an automatic compute limit was chosen.
     """
 
     policy: str
@@ -97,7 +97,7 @@ class BucketPlan:
 
     @classmethod
     def from_dict(cls, saved: dict) -> BucketPlan:
-        """Of what `to_dict` gave, to be shown; what a later version says more is left out."""
+        """Read what `to_dict` gave, to show it; keys of later versions are left out."""
         buckets = tuple(
             Bucket(**{**_known(bucket, Bucket), "shape": LatentShape.parse(bucket["shape"])})
             for bucket in saved["buckets"]
@@ -136,13 +136,12 @@ def make_plan(
     Args:
         shape_counts: samples of each shape.
         memory_limit_gib: what a rank may use; with `memory` it gives M_mem in tokens.
-        balance: how micro-batches will be dealt, as in `schedule_epoch`.
+        balance: how the schedule will balance ranks, as in `schedule_epoch`.
         target_seconds: compute limit of a micro-batch. "auto": dual takes the one with the best predicted samples/s on
             this histogram, W and K under `balance`, or within 1% of it the one that lets "auto" take a smaller window
             (without M_mem, and for equal_time, the cost of one longest sample).
-        samples_per_step: samples of an optimizer step to hold: dual takes the compute limit whose predicted mean is
-            nearest to it. Where memory or W*K do not let it come near, a finding says what is reached, and with which
-            K it would be.
+        samples_per_step: samples that an optimizer step should hold: dual takes the compute limit whose predicted mean
+            is nearest. If memory or W*K do not allow it, a finding says what is reached, and which K would.
         batch_sizes: {shape: B}, instead of what the policy says.
         token_budget: for equal_token; M_mem if not given, else the tokens of one longest sample.
         m_mem_tokens: M_mem where no memory model and limit give it, such as the largest B*S that was measured.

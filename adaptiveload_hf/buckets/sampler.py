@@ -26,10 +26,10 @@ from .state import check_whole, read_state, register, sealed
 class BucketBatchSampler:
     """The micro-batches of an epoch for all ranks: micro-step 0 rank 0, micro-step 0 rank 1, ...
 
-    Knows no rank. It has no `batch_size`, because accelerate would drop every batch of another size; its length is a
-    multiple of W*K. `accelerator.prepare(DataLoader(dataset, batch_sampler=sampler))` shards it right, but such
-    batches carry no loss weight, so there only loss_normalization="none" works, or loss_weights="caller", which says
-    that the loop multiplies each loss with `loss_weight(micro_step, rank)` itself.
+    It knows no rank, and has no `batch_size`, because accelerate would drop every batch of another size. Its length is
+    a multiple of W*K. `accelerator.prepare(DataLoader(dataset, batch_sampler=sampler))` shards it correctly, but its
+    batches carry no loss weight. So only loss_normalization="none" works there, or loss_weights="caller", which says
+    that the loop multiplies each loss by `loss_weight(micro_step, rank)` itself.
 
     Args: those of `schedule_epoch`.
     """
@@ -63,7 +63,7 @@ class BucketBatchSampler:
 
     @property
     def sampler(self) -> BucketBatchSampler:
-        """Itself: accelerate passes set_epoch on to `batch_sampler.sampler` only."""
+        """Itself, since accelerate passes set_epoch only to `batch_sampler.sampler`."""
         return self
 
     @property
@@ -94,7 +94,7 @@ class BucketBatchSampler:
         return count_update_steps(*self._data, **self._run, epoch=epoch)
 
     def loss_weight(self, micro_step: int, rank: int) -> float:
-        """What to multiply the mean loss of a rank's micro-batch with, before `accelerator.backward`."""
+        """What to multiply the mean loss of a rank's micro-batch by, before `accelerator.backward`."""
         return float(self.schedule.loss_weight[micro_step * self.schedule.world_size + rank])
 
     def for_rank(self, rank: int) -> RankBatches:
@@ -146,7 +146,8 @@ class BucketDataLoader(DataLoaderStateMixin):
         shapes: bucket of every sample; read from the column latent_shape if not given.
         collate_fn: list of rows -> dict; without it, rows of the prepared dataset.
         repeats: float [samples], occurrences of each sample in an epoch.
-        on_dataset_change: "error", or "new_epoch": a checkpoint of another dataset goes on with a new epoch of this.
+        on_dataset_change: "error", or "new_epoch": after a checkpoint of another dataset begin a new epoch of this
+            one.
         balance, loss_normalization: see `schedule_epoch`; an automatic compute limit is chosen for this balance.
         num_workers, persistent_workers, prefetch_factor: torch's.
         plan_options: further arguments of `config.plan`: memory_limit_gib, target_seconds, policy,
@@ -233,7 +234,7 @@ class BucketDataLoader(DataLoaderStateMixin):
         return self._steps_before + self._position // self.schedule.gradient_accumulation_steps
 
     def num_update_steps(self, epochs: int = 1) -> int:
-        """The global step at which `epochs` epochs are complete: what a learning-rate schedule should be long."""
+        """The global step at which `epochs` epochs are complete: the length of a learning rate schedule."""
         if self.epoch >= epochs:
             return self.global_step
         later = range(self.epoch + 1, epochs)

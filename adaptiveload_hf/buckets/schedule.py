@@ -25,9 +25,9 @@ class EpochSchedule:
     sample_order: int64 [n], sample indices, micro-batch after micro-batch.
     offsets: int64 [micro_steps*W + 1], where each micro-batch begins in sample_order.
     bucket: int32 [micro_steps*W]; tokens: int64, S of one of its samples; cost: float64, predicted seconds.
-    loss_weight: float64, what to multiply the micro-batch's mean loss with. 0 marks padding: where no micro-batch can
-        be split to fill the last optimizer step, its cheapest sample stands in again and counts for nothing.
-    balance: the mode in use; where "auto" was asked, the one that it chose.
+    loss_weight: float64, to multiply the micro-batch's mean loss by. 0 marks padding: if no micro-batch can be split
+        to fill the last optimizer step, the cheapest sample is used again and does not count.
+    balance: the mode in use; for "auto" the one that it chose.
     first_micro_step: micro-steps before it have been trained on already (a resumed epoch).
     """
 
@@ -152,18 +152,18 @@ def schedule_epoch(
     repeats: np.ndarray | None = None,
     segments: Sequence[dict] = (),
 ) -> EpochSchedule:
-    """Deals every sample of an epoch to micro-batches of one bucket, and those to micro-steps and ranks.
+    """Assigns every sample of an epoch to a micro-batch of one bucket, and those to micro-steps and ranks.
 
     Args:
         bucket_of_sample: int [samples], position in plan.buckets.
         plan: a BucketPlan.
-        cost: the cost model by which micro-batches are matched.
+        cost: the cost model by which ranks are balanced.
         balance: none | step | window:n | auto (the smallest of step, window:2, 4, 8, 16 that reaches 0.95, or a
             smaller one within 1% of its seconds; no window of more than an eighth of the epoch).
         loss_normalization: token | sample | none, see `loss_weights`.
         repeats: float [samples], how often each sample occurs in an epoch: floor or ceil of it, drawn anew each epoch.
-        segments: what has been trained of this epoch, as in BucketDataLoader's state. The rest follows: the same order
-            going on where world, plan, cost and balance are the last segment's, else the unseen samples dealt anew.
+        segments: what has been trained of this epoch, as in BucketDataLoader's state. The same order continues if
+            world, plan, cost and balance are the last segment's; else the unseen samples are scheduled anew.
 
     Raises:
         UserError: fewer samples than W*K, an unknown option, or segments that this data does not reproduce.
