@@ -4,8 +4,10 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 
+import torch.distributed
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object
 
@@ -16,6 +18,21 @@ from adaptiveload_hf.errors import UserError
 def join_processes() -> Accelerator:
     """The Accelerator of a launch whose processes may work for days before they meet again."""
     return make_accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=30))])
+
+
+@contextmanager
+def others_wait(accelerator: Accelerator) -> Iterator[None]:
+    """A block at whose end all processes meet, and in which the main one may work alone for hours.
+
+    NCCL ends a run whose ranks have waited for 600 seconds, which the upload of a large model may take.
+    """
+    group = None
+    if accelerator.num_processes > 1:
+        group = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=30))
+    yield
+    if group is not None:
+        torch.distributed.barrier(group)
+        torch.distributed.destroy_process_group(group)
 
 
 def own_share(accelerator: Accelerator, items: Sequence) -> list:
@@ -30,7 +47,10 @@ def gather(accelerator: Accelerator, value) -> list:
 
 def on_main(accelerator: Accelerator, function: Callable):
     """What the function returns on the main process, on all of them."""
-    result = [function() if accelerator.is_main_process else None]
+    result = [None]
+    with others_wait(accelerator):
+        if accelerator.is_main_process:
+            result = [function()]
     return broadcast_object_list(result)[0]
 
 

@@ -35,6 +35,7 @@ from sd3_training import (
     choose_variant,
     make_predict,
 )
+from shared_work import others_wait
 from training_arguments import (
     add_flow_arguments,
     add_model_arguments,
@@ -136,9 +137,10 @@ def train(accelerator, args):
         validators.append(make_validation_pictures(accelerator, args, predict, flow, prompts))
     if not run_steps(accelerator, args, model, loader, scheduler, run, total_steps, validators):
         return  # asked to stop; a checkpoint says where
-    save_result(accelerator, args, model, StableDiffusion3Pipeline, variant.subfolder)
-    if accelerator.is_main_process:
-        publish(args, repository, loader, StableDiffusion3Pipeline, MODEL_CLASS, variant.subfolder, environment)
+    with others_wait(accelerator):
+        save_result(accelerator, args, model, StableDiffusion3Pipeline, variant.subfolder)
+        if accelerator.is_main_process:
+            publish(args, repository, loader, StableDiffusion3Pipeline, MODEL_CLASS, variant.subfolder, environment)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from model_setup import (
 )
 from publishing import add_hub_arguments, find_repository, publish
 from random_batches import column_sizes, try_buckets
+from shared_work import others_wait
 from training_arguments import (
     add_flow_arguments,
     add_model_arguments,
@@ -141,9 +142,10 @@ def train(accelerator, args):
         validators.append(make_validation_videos(accelerator, args, predict, flow, channels, prompts))
     if not run_steps(accelerator, args, model, loader, scheduler, run, total_steps, validators):
         return  # asked to stop; a checkpoint says where
-    save_result(accelerator, args, model, PIPELINE_CLASS, variant.subfolder)
-    if accelerator.is_main_process:
-        publish(args, repository, loader, PIPELINE_CLASS, MODEL_CLASS, variant.subfolder, environment)
+    with others_wait(accelerator):
+        save_result(accelerator, args, model, PIPELINE_CLASS, variant.subfolder)
+        if accelerator.is_main_process:
+            publish(args, repository, loader, PIPELINE_CLASS, MODEL_CLASS, variant.subfolder, environment)
 
 
 def load_checked(folder, transformer_config):

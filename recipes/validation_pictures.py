@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from diffusers import AutoencoderKL
 from encoders import find_family, load_text_encoder, pipeline_folder
 from model_setup import load_model_config
 from PIL import Image
 from sd3_training import largest_side
+from shared_work import on_main
 from validation import sample_latents
 
 from adaptiveload_hf import UserError
@@ -43,15 +43,16 @@ def encode_prompts(accelerator: Accelerator, args, text_tokens: int) -> list[dic
     Args:
         text_tokens: of the dataset's captions, whose length the model is trained for.
     """
-    found = [None]
-    if accelerator.is_main_process:
+
+    def encode_all():
         family = find_family(args.pretrained_model_name_or_path)
         folder = pipeline_folder(args.pretrained_model_name_or_path, family, args.revision)
         # CLIP's 77 rows come first.
         encode = load_text_encoder(folder, family, accelerator.device, torch.bfloat16, text_tokens - 77)
         captions = (*args.validation_prompt, "")
-        found = [[{name: tensor[None] for name, tensor in encode(caption).items()} for caption in captions]]
-    return broadcast_object_list(found)[0]
+        return [{name: tensor[None] for name, tensor in encode(caption).items()} for caption in captions]
+
+    return on_main(accelerator, encode_all)
 
 
 def make_validation_pictures(accelerator: Accelerator, args, predict, flow, embeds: list[dict]):

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from diffusers import AutoencoderKLWan, WanPipeline
 from make_demo_clips import write_clip
 from model_setup import load_model_config
 from PIL import Image
+from shared_work import on_main
 from validation import sample_latents
 from wan_training import WanVariant, needs_image
 
@@ -46,8 +46,8 @@ def encode_prompts(accelerator: Accelerator, args) -> list[torch.Tensor]:
 
     To be called before the transformer is loaded: the text encoder is as large, and is gone when this returns.
     """
-    found = [None]
-    if accelerator.is_main_process:
+
+    def encode():
         parts = {"transformer": None, "vae": None}
         if "transformer_2" in WanPipeline.load_config(args.pretrained_model_name_or_path, revision=args.revision):
             parts["transformer_2"] = None
@@ -55,12 +55,12 @@ def encode_prompts(accelerator: Accelerator, args) -> list[torch.Tensor]:
             args.pretrained_model_name_or_path, revision=args.revision, torch_dtype=torch.bfloat16, **parts
         ).to(accelerator.device)
         with torch.no_grad():
-            embeds = [
+            return [
                 pipe.encode_prompt(prompt, do_classifier_free_guidance=False, device=accelerator.device)[0].cpu()
                 for prompt in (*args.validation_prompt, "")
             ]
-        found = [embeds]
-    return broadcast_object_list(found)[0]
+
+    return on_main(accelerator, encode)
 
 
 def make_validation_videos(accelerator: Accelerator, args, predict, flow, channels: int, embeds: list[torch.Tensor]):

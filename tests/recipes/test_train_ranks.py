@@ -14,7 +14,8 @@ from diffusers import WanTransformer3DModel
 from support.accelerators import FSDP2, free_port
 from support.launch import ROOT, command_of, environment_of, launch
 from support.prepared import save_config, save_prepared
-from support.train_ranks import COUNTS, arguments, metrics_of, timeless, train_here, train_on_ranks
+from support.train_ranks import COUNTS, arguments, metrics_of, timeless, train_here, train_on_ranks, work_alone
+from support.worlds import on_ranks
 from torch.distributed.checkpoint import FileSystemReader
 from torch.multiprocessing import ProcessExitedException
 
@@ -168,6 +169,13 @@ def test_two_launchers_that_each_open_a_port_of_their_own_end_with_the_one_they_
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
+def is_rank(process):
+    try:
+        return str(RECIPE) in process.cmdline()
+    except psutil.Error:  # gone meanwhile
+        return False
+
+
 @pytest.mark.slow
 def test_runs_killed_at_twenty_random_moments_go_on_bit_for_bit(undisturbed, setup, tmp_path):
     """Real launchers, a rank killed after a random time, until the run gets to its end; each ends within a minute."""
@@ -180,7 +188,7 @@ def test_runs_killed_at_twenty_random_moments_go_on_bit_for_bit(undisturbed, set
         ranks = []
         while len(ranks) < 2 and launcher.poll() is None:
             time.sleep(0.1)
-            ranks = [p for p in psutil.Process(launcher.pid).children(recursive=True) if str(RECIPE) in p.cmdline()]
+            ranks = list(filter(is_rank, psutil.Process(launcher.pid).children(recursive=True)))
         time.sleep(moments.uniform(0, 15))
         if launcher.poll() is None:
             moments.choice(ranks).send_signal(signal.SIGKILL)
@@ -197,3 +205,7 @@ def test_runs_killed_at_twenty_random_moments_go_on_bit_for_bit(undisturbed, set
     done = launch(RECIPE, *arguments(setup, run, *LATEST, checkpointing_steps=1))
     assert done.returncode == 0, done.stderr
     assert timeless(metrics_of(run)) == timeless(undisturbed.metrics)
+
+
+def test_ranks_wait_for_what_the_main_process_does_alone_longer_than_a_collective_may_take():
+    assert on_ranks(2, work_alone) == ["made on rank 0"] * 2

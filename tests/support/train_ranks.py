@@ -5,6 +5,8 @@ import json
 import os
 import signal
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 
 from support.accelerators import FSDP2, fresh_accelerate
@@ -70,6 +72,24 @@ def train_on_ranks(
     signals = {kill_at: signal.SIGKILL, terminate_at: signal.SIGTERM}
     moments = [[step, number] for step, number in signals.items() if step]
     on_ranks(world_size, _run_rank, recipe, words, moments, timeout=240, **{**FSDP2, **environment})
+
+
+def work_alone() -> str:
+    """The main process's result on every rank, though it takes longer than the ranks' collectives may."""
+    sys.path.insert(0, str(RECIPES))
+    from accelerate import Accelerator
+    from shared_work import on_main
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    accelerator = Accelerator()
+    accelerator.wait_for_everyone()
+    _set_pg_timeout(timedelta(seconds=0.5))
+
+    def work():
+        time.sleep(1)
+        return f"made on rank {accelerator.process_index}"
+
+    return on_main(accelerator, work)
 
 
 def metrics_of(run) -> list[dict]:
