@@ -142,7 +142,7 @@ def _example(plan, unit):
     ]
     header = ("shape", "tokens", "samples", "batch size", unit, "GiB", "bound by")
     return (
-        f"## Example: the plan for the author's own data\n\nMade for dealing with balance `{plan.balance}`. "
+        f"## Example: the plan for the author's own data\n\nMade for balance `{plan.balance}`. "
         "Yours is computed from your data when you load the config.\n\n" + _table(header, rows)
     )
 

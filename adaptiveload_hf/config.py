@@ -310,7 +310,7 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
     ) -> list[ComparisonRow]:
         """
         `buckets.simulate.compare` of plans by this config. The baseline is what trains without this package: batch
-        sizes of equal tokens, or the config's own, dealt at random.
+        sizes of equal tokens, or the config's own, in random order.
 
         Args:
             policies: None is the baseline's and "dual".
@@ -337,7 +337,7 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         )
 
     def assumptions(self, world_size: int, accumulation: int = 1, memory_limit_gib: float | None = None) -> list[str]:
-        """What a plan for so many ranks and K takes for granted: memory limit, other ranks, K or GPU than measured."""
+        """What a plan for these ranks and K takes for granted: memory limit, other ranks, K or GPU than measured."""
         return self._plan_options(world_size, accumulation, memory_limit_gib)[1]
 
     def check_environment(self, environment: dict[str, Any], model: dict[str, Any] | None = None) -> list[str]:

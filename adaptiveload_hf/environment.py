@@ -58,7 +58,7 @@ def memory_limit(measured):
     limit = (1 - MEMORY_RESERVE) * memory
     words = f"Memory limit {limit:.1f} GiB: {1 - MEMORY_RESERVE:.0%} of a GPU with {memory:.1f} GiB"
     if here["gpu_memory_gib"] and there and not _same(float(there), memory):
-        words += f", the one here; measured was one with {there:.1f} GiB"
+        words += f", the one here; the measured one had {there:.1f} GiB"
     return limit, words + "."
 
 
@@ -113,7 +113,7 @@ def assumptions(measured, world_size):
             "as long there as it did when measured."
         )
     if here and measured.get("gpu") and here != measured["gpu"]:
-        found.append(f"Measured on {measured['gpu']}, but here is {here}: seconds will be others. Measure again here.")
+        found.append(f"Measured on {measured['gpu']}, but here is {here}: seconds will differ. Measure again here.")
     return found
 
 

@@ -12,7 +12,7 @@ class UserError(ValueError):
 
 
 def mistake_in(error: BaseException | None) -> str | None:
-    """What the caller can mend of it, in words: a UserError, a path that cannot be used, a full disk; else None."""
+    """What the caller can fix, in words: a UserError, a path that cannot be used, a full disk; else None."""
     if isinstance(error, OSError) and error.errno in DISK_IS_FULL:  # names no file where a write fails
         return f"{error}. Make room, or give a path on another disk."
     if isinstance(error, OSError) and error.filename is not None:  # those of the network have none

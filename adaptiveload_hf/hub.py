@@ -189,7 +189,7 @@ def push_folder(
     except _PUSH_FAILURES as error:
         raise UserError(f"{_reason(error, repo_id)} It is saved in {saved_in}. To upload it later: {later}") from error
     except ValueError as error:  # what huggingface_hub raises where the Hub's check of a card fails
-        refusal = f"{repo_id} was not pushed: {_one_line(error)}. It is saved in {saved_in}. Mend that, then: {later}"
+        refusal = f"{repo_id} was not pushed: {_one_line(error)}. It is saved in {saved_in}. Fix that, then: {later}"
         raise UserError(refusal) from error
     return commit.commit_url
 

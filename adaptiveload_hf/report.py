@@ -166,8 +166,8 @@ def _before_and_after(config, shape_counts, ranks, options):
     cost = config.cost_model
     sizes = "the batch sizes in use" if own else "equal tokens in each batch"
     titles = (
-        f"Before: {sizes}, dealt at random",
-        f"After: {'the same' if own else 'planned'} batch sizes, dealt by cost",
+        f"Before: {sizes}, random order",
+        f"After: {'the same' if own else 'planned'} batch sizes, balanced by cost",
     )
     return plan, {
         titles[0]: schedule_epoch(buckets, before, cost, balance="none", **ranks),

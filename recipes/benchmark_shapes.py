@@ -201,7 +201,7 @@ def family_of(args):
     found = load_index(args, "a pipeline").get("transformer", [None, None])[1]
     if found not in FAMILIES:
         raise UserError(
-            f"{name} has the transformer {found}, but steps are known of {', '.join(FAMILIES)}. Time your own loop "
+            f"{name} has the transformer {found}, but only {', '.join(FAMILIES)} have recipes. Time your own loop "
             "with adaptiveload_hf.benchmark.measure_shapes (docs/cost-model.md)."
         )
     return FAMILIES[found]

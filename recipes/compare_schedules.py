@@ -37,14 +37,14 @@ def parse_args(argv=None) -> argparse.Namespace:
     add_training_arguments(parser)
     add = parser.add_argument
     add("--shapes", type=Path, required=True, help='JSON {"21x60x104": samples, ...}')
-    add("--samples", type=int, help="about so many in all, in the proportions of --shapes")
+    add("--samples", type=int, help="about this many in all, in the proportions of --shapes")
     add("--m_mem_tokens", type=int, required=True, help="tokens of a micro-batch that memory allows, in every arm")
     add("--arms", nargs="+", type=Arm.parse, required=True, metavar="POLICY/BALANCE/KERNELS")
     add("--bucket_config", required=True, help="measured with patched blocks; batch sizes and dealing go by it")
     add("--eager_bucket_config", help="measured with eager blocks: what eager arms are predicted by")
     ways = parser.add_mutually_exclusive_group()
-    ways.add_argument("--predict", type=int, metavar="RANKS", help="train nothing; predict for so many ranks")
-    ways.add_argument("--replay", type=int, nargs="+", metavar="RANKS", help="on one process, for so many ranks")
+    ways.add_argument("--predict", type=int, metavar="RANKS", help="train nothing; predict for this many ranks")
+    ways.add_argument("--replay", type=int, nargs="+", metavar="RANKS", help="on one process, for this many ranks")
     return parser.parse_args(argv)
 
 

@@ -58,7 +58,7 @@ def list_samples(root: Path, file_column: str = "file_name", caption_column: str
         rows, columns = read_metadata(root, tables, files, (file_column, caption_column), listing)
         if not rows:
             raise UserError(
-                f"{', '.join(tables)} in {root} has no usable row. Mend the rows listed above, or take it away."
+                f"{', '.join(tables)} in {root} has no usable row. Fix the rows listed above, or remove it."
             )
         for file in sorted(set(files) - set(rows)):
             listing.refuse(file, f"{' and '.join(tables)} has no row for it")

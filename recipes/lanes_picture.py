@@ -28,7 +28,7 @@ def parse_args(argv=None) -> argparse.Namespace:
         help="JSON of compare_schedules.py; an arm is taken from the first that has it")  # fmt: skip
     parser.add_argument("--arms", nargs="+", required=True, help="which of its arms, from the top")
     parser.add_argument("--ranks", type=int, help="where the file has several numbers of them")
-    parser.add_argument("--seconds", type=float, help="draw only so many; default: all")
+    parser.add_argument("--seconds", type=float, help="draw only this many (default: all)")
     parser.add_argument("--output", type=Path, required=True, help="PNG")
     return parser.parse_args(argv)
 

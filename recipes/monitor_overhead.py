@@ -37,7 +37,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--config", type=Path, required=True, help="config.json of a Wan transformer; the weights are random")
-    add("--layers", type=int, help="so many of its layers (default: all)")
+    add("--layers", type=int, help="how many of its layers (default: all)")
     add("--shape", type=LatentShape.parse, default="5x60x104", help="latent shape (default: %(default)s)")
     add("--steps", type=int, default=20, help="optimizer steps of an epoch (default: %(default)s)")
     add("--rounds", type=int, default=3, help="epochs of each kind (default: %(default)s)")

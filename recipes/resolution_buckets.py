@@ -78,7 +78,7 @@ def parse_buckets(words: list[str], grid: Grid) -> list[Bucket] | None:
             illegal.append(f"{bucket} (nearest: {grid.nearest(bucket)})")
         buckets.append(bucket)
     if illegal:
-        raise UserError(f"This model needs {grid}. Not so: {', '.join(illegal)}.")
+        raise UserError(f"This model needs {grid}. These are not: {', '.join(illegal)}.")
     return list(dict.fromkeys(buckets))
 
 

@@ -176,7 +176,7 @@ def test_simulate_crosses_policies_balances_ranks_and_accumulation(run):
         assert row["gain"] == row["gain_from_batch_sizes"] * row["gain_from_dealing"]
     status, out, err = run(*SIMULATE, *options)
     assert status == 0 and len(out.splitlines()) == 2 + len(rows)
-    assert out.splitlines()[0].split("  ")[0] == "policy" and "by sizes" in out and "by dealing" in out
+    assert out.splitlines()[0].split("  ")[0] == "policy" and "by sizes" in out and "by balance" in out
     assert err.splitlines()[-1].endswith("--gradient_accumulation_steps 1")
 
 

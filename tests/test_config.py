@@ -65,7 +65,7 @@ def test_a_plan_says_which_dealing_it_is_for_and_one_from_before_was_for_auto(co
     config.example_plan = config.plan(COUNTS, **RANKS, balance="none")
     config.save_pretrained(folder)
     assert BucketConfig.from_pretrained(folder).example_plan.balance == "none"
-    assert "Made for dealing with balance `none`." in (folder / "README.md").read_text()
+    assert "Made for balance `none`." in (folder / "README.md").read_text()
     edit(folder, lambda fields: fields["example_plan"].pop("balance"))
     assert BucketConfig.from_pretrained(folder).example_plan.balance == "auto"
     edit(folder, lambda fields: fields["example_plan"].update(balance="wide"))
@@ -321,9 +321,9 @@ def test_the_gpu_here_sets_the_memory_limit_and_another_one_is_said(config, monk
     monkeypatch.setattr(adaptiveload_hf.environment, "current_environment", lambda: here)
     findings = config.plan(COUNTS, **RANKS).findings
     assert findings[0] == (
-        "Memory limit 36.0 GiB: 90% of a GPU with 40.0 GiB, the one here; measured was one with 139.8 GiB."
+        "Memory limit 36.0 GiB: 90% of a GPU with 40.0 GiB, the one here; the measured one had 139.8 GiB."
     )
-    assert findings[1].startswith("Measured on NVIDIA H200, but here is NVIDIA A100: seconds will be others.")
+    assert findings[1].startswith("Measured on NVIDIA H200, but here is NVIDIA A100: seconds will differ.")
     here["gpu_memory_gib"] = 180.0
     assert config.plan(COUNTS, **RANKS).m_mem_tokens == pytest.approx(MEMORY.max_tokens(162, 16), rel=1e-3)
 

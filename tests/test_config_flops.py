@@ -170,5 +170,5 @@ def test_the_report_calls_it_relative_cost(config, tmp_path):
     page = files[0].read_text()
     assert [path.stem for path in files] == ["report", "ranks", "buckets"]
     assert "counted from its config, not measured" in page and "<th>relative cost</th>" in page
-    assert "After: the same batch sizes, dealt by cost" in page and "These batch sizes are in use already." in page
+    assert "After: the same batch sizes, balanced by cost" in page and "These batch sizes are in use already." in page
     assert "<th>epoch relative cost</th>" in page and "samples/s" not in page and "seconds</th>" not in page

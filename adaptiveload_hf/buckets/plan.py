@@ -371,7 +371,7 @@ def _compute_finding(work: Workload, target: float, samples_per_step: float | No
     memory_only = np.where(work.given > 0, work.given, work.memory_batches())
     if (memory_only == sizes).all():
         words = "Inert: the compute limit changes no batch size, memory alone sets them all."
-        return [f"{words} Only dealing evens the load of the ranks."]
+        return [f"{words} Only balancing evens the load of the ranks."]
     lost = 1 - work.predict_epoch(memory_only)[0] / work.predict_epoch(sizes)[0]
     if lost <= _HARM:
         return []

@@ -167,7 +167,7 @@ def read_shapes(dataset) -> BucketIndex:
         row = int(np.argmax(wrong))
         raise UserError(
             f"latent_shape must be [C, F, H, W], but sample {row} has {column[row].as_py()}. "
-            "A still has F = 1. Mend or drop that row."
+            "A still has F = 1. Fix or drop that row."
         )
     return index_shapes(values.to_numpy(zero_copy_only=False).reshape(-1, 4)[:, 1:])
 

@@ -1,4 +1,4 @@
-"""`adaptiveload simulate`: how long would an epoch take, and what do batch sizes and dealing each bring?"""
+"""`adaptiveload simulate`: how long would an epoch take, and what do batch sizes and balancing each gain?"""
 
 import itertools
 from dataclasses import asdict
@@ -41,7 +41,7 @@ _COLUMNS = {  # key of `simulate --json` -> (column, format); those that a row l
     "samples_per_update_step": ("samples/step", "{:.1f}"),
     "samples_per_update_step_cv": ("their CV", "{:.2f}"),
     "gain_from_batch_sizes": ("by sizes", "{:.2f}x"),
-    "gain_from_dealing": ("by dealing", "{:.2f}x"),
+    "gain_from_dealing": ("by balance", "{:.2f}x"),
     "gain": ("gain", "{:.2f}x"),
 }
 
@@ -69,7 +69,7 @@ def simulate(
     """Predict an epoch, and what sizes and balancing each gain.
 
     Gains are ratios of epoch times. The baseline is equal-token batches (or the config's own) in random order. "by
-    sizes" is the gain of this policy's batch sizes in random order, "by dealing" what balancing them by cost gains on
+    sizes" is the gain of this policy's batch sizes in random order, "by balance" what balancing them by cost gains on
     top, and "gain" the product.
 
     \b

@@ -1,4 +1,4 @@
-"""Start from latents that musubi-tuner has cached, without measuring anything: its batch sizes, dealt by cost.
+"""Start from latents that musubi-tuner has cached, without measuring anything: its batch sizes, balanced by cost.
 
 python recipes/examples/cached_latents.py CACHE_FOLDER Wan-AI/Wan2.1-T2V-1.3B-Diffusers
 """

@@ -161,7 +161,7 @@ def test_where_memory_holds_one_longest_sample_only_dealing_helps_and_the_plan_s
     plan = partial(make_plan, {s: int(1000 * p) for s, p in zip(shapes, percent)}, cost, m_mem_tokens=longest)
     none, step, auto = compare(plan, cost, policies=["dual"], world_sizes=[64])
     token = plan(policy="equal_token", world_size=64)
-    assert none.plan.findings[1].startswith("Inert: ") and "Only dealing evens the load" in none.plan.findings[1]
+    assert none.plan.findings[1].startswith("Inert: ") and "Only balancing evens the load" in none.plan.findings[1]
     assert [bucket.batch_size for bucket in none.plan.buckets] == [bucket.batch_size for bucket in token.buckets]
     assert (none.gain, step.gain, auto.from_batch_sizes) == (1, 1, 1)
     assert auto.gain > 2.1 and auto.simulation.balance_efficiency > 0.88

@@ -72,7 +72,7 @@ def test_other_columns_are_read_when_they_are_named_and_asked_for_when_not(root)
     assert list(list_samples(root, "video", "prompt").captions.values()) == ["one", "two", "three"]
     with pytest.raises(UserError, match=r"gives no sample a 'text', .*\['prompt', 'video'\]. Say with --caption_col"):
         list_samples(root, "video")
-    with pytest.raises(UserError, match=r"metadata.csv in .* has no usable row. Mend the rows listed above"):
+    with pytest.raises(UserError, match=r"metadata.csv in .* has no usable row. Fix the rows listed above"):
         list_samples(root)
     write(root / "metadata.parquet", "no parquet")
     with pytest.raises(UserError, match="is no whole parquet file"):

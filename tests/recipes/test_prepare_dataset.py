@@ -227,7 +227,7 @@ def test_illegal_buckets_are_named_with_the_nearest_legal_ones_before_any_file_i
         ({"fps": "fast"}, "--fps must be a positive number such as 16, 23.976 or 30000/1001, but it is fast"),
         ({"root": "gone"}, "--instance_data_root must be a folder, but "),
         ({"root": "empty"}, "has no picture or clip that can be used"),
-        ({"root": "unusable"}, "has no usable row. Mend the rows listed above"),
+        ({"root": "unusable"}, "has no usable row. Fix the rows listed above"),
         ({"root": "utf16"}, "metadata.jsonl is UTF-16. Save it as UTF-8"),
         ({"pipeline": "gone"}, "must be the folder or Hub id of a Wan or SD3 pipeline: "),
         (
