@@ -20,13 +20,13 @@ _ORIGINS = {
     ),
     "training_log": (
         "What one training step of this model costs, fitted to the optimizer steps of a training run with the set-up "
-        "below; no benchmark was run, and memory is in no log. " + _TURNS,
+        "below. No benchmark was run, and the log has no memory. " + _TURNS,
         "Trained with",
         "Each micro-batch's share of the run's steps",
     ),
     "counted": (
-        "What one training step of this model costs in proportion, counted from its config: relative cost (teraflop), "
-        "not seconds. Nothing was measured. `adaptiveload_hf` deals micro-batches of equal cost side by side by it.",
+        "What a training step of this model costs, counted from its config: relative cost (teraflop), not seconds. "
+        "Nothing was measured. `adaptiveload_hf` balances ranks with it.",
         "Counted for",
         None,
     ),

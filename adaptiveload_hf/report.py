@@ -222,7 +222,7 @@ def _load(picture, plan, schedules, unit):
     yield "<h2>Who waits for whom</h2>"
     yield (
         "<p>Each lane is one rank. A bar is one micro-batch, its colour the shape of its samples. Ranks meet at the "
-        "end of each micro-step (white line): whoever is done earlier waits, in grey. "
+        "end of each micro-step (white line); a rank that finishes early waits (grey). "
         f"Panels that stop after {MICRO_STEPS} micro-steps hold different samples: the table below compares the "
         "whole epochs, whose samples are the same.</p>"
     )
@@ -301,7 +301,7 @@ def _run(picture, records, problems, run):
     said = [(record["step"], words) for record in records for words in record.get("findings") or ()]
     if said:
         listed = "".join(f"<li>step {step}: {escape(str(words))}</li>" for step, words in said[-_MOST_FINDINGS:])
-        yield f"<p>What the run said last:</p><ul>{listed}</ul>"
+        yield f"<p>The run's latest findings:</p><ul>{listed}</ul>"
     if problems:
         yield '<ul class="problems">' + "".join(f"<li>{escape(problem)}</li>" for problem in problems) + "</ul>"
 
