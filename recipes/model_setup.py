@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 
 import torch
+import xxhash
 from accelerate import Accelerator, init_empty_weights
 from accelerate.utils import DistributedType
 from checkpoints import named_if_not_written
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from adaptiveload_hf import UserError, patch_model
+from adaptiveload_hf.buckets.ranks import compare_ranks
 from adaptiveload_hf.config import current_environment
 from adaptiveload_hf.distributed import data_rank_and_size, strategy_of
 
@@ -99,6 +101,9 @@ def prepare_training(accelerator: Accelerator, args, transformer, num_training_s
 
     Returns:
         model, optimizer, scheduler; the scheduler is stepped once an optimizer step.
+
+    Raises:
+        UserError: ranks have loaded different weights.
     """
     # Only in-place edits of the model's output would be wrong; FlowMatching makes none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -128,10 +133,21 @@ def prepare_training(accelerator: Accelerator, args, transformer, num_training_s
             num_cycles=args.lr_num_cycles,
             power=args.lr_power,
         )
+    # Machines may read it from disks of their own, and FSDP2 would make one model of pieces of two.
+    compare_ranks({"transformer": _digest(transformer)})
     model, optimizer, scheduler = accelerator.prepare(transformer, optimizer, scheduler)
     if args.rank is not None:
         leave_frozen_out(accelerator.unwrap_model(model))
     return model, optimizer, scheduler
+
+
+def _digest(transformer) -> str:
+    """Of every weight's name, size and first values, which differ between two models and two versions of one."""
+    digest = xxhash.xxh3_64()
+    for name, weight in transformer.named_parameters():
+        digest.update(f"{name} {tuple(weight.shape)}".encode())
+        digest.update(weight.detach().flatten()[:256].float().cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def save_result(accelerator: Accelerator, args, model, pipeline_class, subfolder: str) -> None:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from diffusers import WanTransformer3DModel
+from safetensors.torch import load_file, save_file
 from support.accelerators import FSDP2, free_port
 from support.launch import ROOT, command_of, environment_of, launch
 from support.prepared import save_config, save_prepared
@@ -130,6 +131,20 @@ def test_ranks_that_were_started_with_other_arguments_are_told_which(setup, tmp_
         "the --adam_epsilon of rank 1 is 0.1 and that of rank 0 is 1.0. Start all ranks"
         in (tmp_path / "0").read_text()
     )
+
+
+def test_ranks_that_read_different_weights_are_named_before_they_are_sharded_into_one_model(setup, tmp_path):
+    """As machines with copies of the pipeline of their own, one of them from another version."""
+    for rank in "01":
+        shutil.copytree(setup.pipeline, tmp_path / f"pipeline{rank}")
+    weights = tmp_path / "pipeline1" / "transformer" / "diffusion_pytorch_model.safetensors"
+    values = load_file(weights)
+    values["blocks.1.ffn.net.2.bias"] += 0.5
+    save_file(values, weights, metadata={"format": "pt"})
+    words = arguments(setup, tmp_path / "run", pretrained_model_name_or_path=tmp_path / "pipeline")
+    with pytest.raises(ProcessExitedException, match="exit code 1"):
+        train_on_ranks(2, words, OWN_WORD=str(tmp_path / "pipeline"), ERRORS=str(tmp_path))
+    assert re.search(r"the transformer of rank 1 is \w{16} and that of rank 0 is", (tmp_path / "0").read_text())
 
 
 def on_two_machines(setup, run, *words, port, launcher="accelerate"):
