@@ -13,8 +13,11 @@ from adaptiveload_hf import UserError
 
 
 @contextlib.contextmanager
-def stop_requests(output_dir: Path):
-    """A block in which `touch output_dir/STOP`, SIGTERM and the first Ctrl-C ask for a stop instead of killing.
+def stop_requests(stop_file: Path | None):
+    """A block in which SIGTERM, the first Ctrl-C and a file ask for a stop instead of killing.
+
+    Args:
+        stop_file: None where another rank looks for it: a thousand that ask at every micro-step burden a file server.
 
     Yields:
         () -> bool: whether this process was asked. The ranks agree on it in `run_steps`.
@@ -28,7 +31,7 @@ def stop_requests(output_dir: Path):
 
     before = {number: signal.signal(number, hear) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield lambda: bool(heard) or (output_dir / "STOP").exists()
+        yield lambda: bool(heard) or (stop_file is not None and stop_file.exists())
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

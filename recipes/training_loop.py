@@ -35,9 +35,10 @@ def run_steps(accelerator: Accelerator, args, model, loader, scheduler, run, tot
         UserError: too little memory, or too many steps whose gradient is not finite.
     """
     output_dir = Path(args.output_dir)
+    stop_file = output_dir / "STOP" if accelerator.is_main_process else None
     step, skipped = loader.global_step, 0
     bar = tqdm(total=total_steps, initial=step, desc="training", disable=not accelerator.is_main_process)
-    with stop_requests(output_dir) as stop_wanted, bar:
+    with stop_requests(stop_file) as stop_wanted, bar:
         monitor, done = TrainingMonitor(accelerator, model, loader), []
         while step < total_steps:
             for batch in monitor:
@@ -79,8 +80,8 @@ def run_steps(accelerator: Accelerator, args, model, loader, scheduler, run, tot
             if stop:
                 break
         monitor.close()
-    if accelerator.is_main_process:
-        (output_dir / "STOP").unlink(missing_ok=True)  # one that came with the last step must not end the next run
+    if stop_file is not None:
+        stop_file.unlink(missing_ok=True)  # one that came with the last step must not end the next run
     if step < total_steps and accelerator.is_main_process:
         say(f"stopped after step {step} of {total_steps}, as asked; to go on:\n{resume_command()}")
     return step >= total_steps
