@@ -12,9 +12,10 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.utils import PushToHubMixin
 
 from .buckets.cost import Measurement, MemoryModel, cost_model_from_dict
+from .buckets.deal import check_ranks
 from .buckets.fit import CostFit, fit_cost_model, fit_memory_model
 from .buckets.flops import count_flops
-from .buckets.plan import BucketPlan, check_ranks, make_plan
+from .buckets.plan import BucketPlan, make_plan
 from .buckets.shapes import LatentShape, TokenGeometry
 from .buckets.simulate import BALANCES, ComparisonRow, compare
 from .config_file import (

@@ -6,6 +6,7 @@ import math
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -58,7 +59,7 @@ class TrainingMonitor:
         self._pairs: list[tuple | None] = []
         self._data_wait_seconds = 0.0
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[dict]:
         """Yields the loader's batches; the time in between two is the wait for data."""
         waiting_since = time.perf_counter()
         self._begin_step()

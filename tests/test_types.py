@@ -8,6 +8,7 @@ import pytest
 
 import adaptiveload_hf
 from adaptiveload_hf.buckets import sources
+from adaptiveload_hf.buckets.plan import PlanOptions
 from adaptiveload_hf.distributed import all_ranks_fail_together
 from adaptiveload_hf.preflight import preflight
 
@@ -44,3 +45,9 @@ def test_the_names_for_type_checkers_are_those_that_can_be_imported():
     assert [alias.name for node in block.body for alias in node.names if alias.asname != alias.name] == []
     seen = {alias.name: node.module for node in block.body for alias in node.names}
     assert seen == adaptiveload_hf._PUBLIC
+
+
+def test_a_loader_passes_on_whatever_a_configs_plan_takes_beside_data_ranks_and_dealing():
+    taken = inspect.signature(adaptiveload_hf.BucketConfig.plan).parameters.keys()
+    own = {"self", "shape_counts", "world_size", "gradient_accumulation_steps", "balance"}
+    assert PlanOptions.__annotations__.keys() == taken - own

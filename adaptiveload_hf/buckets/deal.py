@@ -22,6 +22,19 @@ _WINDOWS_OF_AN_EPOCH = 8
 _EXCERPT = 1 << 15
 
 
+def check_ranks(world_size: int, gradient_accumulation_steps: int) -> None:
+    """
+    Raises:
+        UserError: W or K is no whole number from 1 on.
+    """
+    run = (world_size, gradient_accumulation_steps)
+    if not all(isinstance(number, int | np.integer) and number >= 1 for number in run):
+        raise UserError(
+            "world_size and gradient_accumulation_steps must be at least 1 and whole, but found "
+            f"{run[0]!r} and {run[1]!r}."
+        )
+
+
 def check_balance(balance: str) -> None:
     """
     Raises:

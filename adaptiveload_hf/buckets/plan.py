@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from typing import TypedDict
 
 import numpy as np
 
 from ..errors import UserError
 from .cost import CostModel, MemoryModel
-from .deal import WORTH_A_WINDOW, check_balance
+from .deal import WORTH_A_WINDOW, check_balance, check_ranks
 from .shapes import LatentShape, TokenGeometry
 from .workload import Workload
 
@@ -109,6 +110,17 @@ def _known(saved: dict, kind: type) -> dict:
     return {field.name: saved[field.name] for field in fields(kind) if field.name in saved}
 
 
+class PlanOptions(TypedDict, total=False):
+    """Those arguments of `BucketConfig.plan` that a loader passes on; they mean what they mean to `make_plan`."""
+
+    memory_limit_gib: float | None
+    target_seconds: float | str
+    policy: str | None
+    samples_per_step: float | None
+    batch_sizes: Mapping | None
+    allow_extrapolation: bool
+
+
 def make_plan(
     shape_counts: Mapping[LatentShape, int],
     cost: CostModel,
@@ -185,19 +197,6 @@ def make_plan(
     rows = zip(shapes, tokens.tolist(), counts.tolist(), sizes.tolist(), seconds, gib, bounds)
     buckets = tuple(Bucket(*row) for row in rows)
     return BucketPlan(policy, target, work.least_m_mem_tokens, buckets, findings, balance)
-
-
-def check_ranks(world_size: int, gradient_accumulation_steps: int) -> None:
-    """
-    Raises:
-        UserError: W or K is no whole number from 1 on.
-    """
-    run = (world_size, gradient_accumulation_steps)
-    if not all(isinstance(number, int | np.integer) and number >= 1 for number in run):
-        raise UserError(
-            "world_size and gradient_accumulation_steps must be at least 1 and whole, but found "
-            f"{run[0]!r} and {run[1]!r}."
-        )
 
 
 def _check_arguments(shape_counts, policy, memory_limit_gib, batch_sizes) -> None:

@@ -12,11 +12,12 @@ from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
+from typing_extensions import Unpack
 
 from ..errors import UserError
 from .collate import BatchReader, Failure, check_picklable, collate_prepared, keep
 from .cost import CostModel
-from .plan import BucketPlan
+from .plan import BucketPlan, PlanOptions
 from .ranks import check_arguments, check_run, check_scheduler, compare_ranks, data_rank_and_size
 from .schedule import EpochSchedule, count_update_steps, schedule_epoch
 from .shapes import BucketIndex, dataset_fingerprint, leave_out_absent, read_shapes, shape_counts
@@ -137,7 +138,8 @@ class BucketDataLoader(DataLoaderStateMixin):
     Accelerator: it takes W, rank and K from there, and registers itself for save_state and load_state. Its batches are
     what collate_fn returns plus loss_weight (float: multiply the micro-batch's mean loss with it before
     `accelerator.backward`), bucket (the shape, str), micro_step (position in `schedule`), sample_index and, with
-    repeats, occurrence (`EpochSchedule.occurrences`; both int64 [B], on the CPU). It advances its own epoch.
+    repeats, occurrence (`EpochSchedule.occurrences`; both int64 [B], on the CPU). It advances its own epoch, and a
+    loop over it goes on where the one before was left.
 
     Args:
         dataset: rows by index; dict rows get `sample_index` added before collate_fn sees them.
@@ -150,8 +152,7 @@ class BucketDataLoader(DataLoaderStateMixin):
             one.
         balance, loss_normalization: see `schedule_epoch`; an automatic compute limit is chosen for this balance.
         num_workers, persistent_workers, prefetch_factor: torch's.
-        plan_options: further arguments of `config.plan`: memory_limit_gib, target_seconds, policy,
-            samples_per_step, allow_extrapolation, batch_sizes ({shape: B}, as after running out of memory).
+        plan_options: `PlanOptions`, such as batch_sizes ({shape: B}) after running out of memory.
 
     Raises:
         UserError: what the plan and the schedule refuse, ranks that disagree, or a wrong option.
@@ -176,7 +177,7 @@ class BucketDataLoader(DataLoaderStateMixin):
         repeats: np.ndarray | None = None,
         persistent_workers: bool = False,
         prefetch_factor: int | None = None,
-        **plan_options: Any,
+        **plan_options: Unpack[PlanOptions],
     ):
         if on_dataset_change not in ("error", "new_epoch"):
             raise UserError(f"on_dataset_change is 'error' or 'new_epoch', but found {on_dataset_change!r}.")

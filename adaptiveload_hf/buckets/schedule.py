@@ -12,7 +12,7 @@ import numpy as np
 
 from ..errors import UserError
 from .cost import CostModel, cost_model_from_dict
-from .deal import best_balance, check_balance, cut_evenly, deal, is_wide
+from .deal import best_balance, check_balance, check_ranks, cut_evenly, deal, is_wide
 from .shapes import check_repeats
 
 LOSS_NORMALIZATIONS = ("token", "sample", "none")
@@ -206,12 +206,7 @@ def _checked_buckets(bucket_of_sample, setting: _Setting, loss_normalization: st
         )
     if loss_normalization not in LOSS_NORMALIZATIONS:
         raise UserError(f"loss_normalization is one of {LOSS_NORMALIZATIONS}, but found {loss_normalization!r}.")
-    run = (setting.world_size, setting.gradient_accumulation_steps)
-    if not all(isinstance(number, (int, np.integer)) and number >= 1 for number in run):
-        raise UserError(
-            "world_size and gradient_accumulation_steps must be at least 1 and whole, but found "
-            f"{run[0]!r} and {run[1]!r}."
-        )
+    check_ranks(setting.world_size, setting.gradient_accumulation_steps)
     check_balance(setting.balance)
     # numpy sorts 8- and 16-bit integers by radix, in a pass a byte; how it sorts wider ones is much slower.
     return buckets.astype(np.min_scalar_type(len(setting.batch_sizes) - 1))
