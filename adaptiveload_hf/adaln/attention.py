@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from diffusers.models import embeddings
 from diffusers.models.attention_processor import JointAttnProcessor2_0
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
@@ -14,9 +15,9 @@ from torch import Tensor, nn
 from ..errors import UserError
 from .forwards import BACKENDS
 from .ops import OPS
-from .projections import project
+from .projections import project, project_heads
 from .queries import queries_keys_values
-from .runtime import NORM_OPS, FusedOps
+from .runtime import NORM_OPS, FusedOps, no_hooks_on
 from .source import LeftEager, running_source
 
 # Digests of the `__call__` of diffusers' processors that the tests compare with and without the op: Wan's and Wan
@@ -24,6 +25,8 @@ from .source import LeftEager, running_source
 TESTED_PROCESSORS = {"13c09feedcfe814a", "a000dc173c7fbf59", "be927e58ea7fba80"}
 # Of what calls the projections for them.
 TESTED_PROJECTIONS = {"657bbdb508a6c612", "6dae2bf5f7fabf98"}
+# Of diffusers' attention dispatch, and of its backend that calls PyTorch's attention.
+TESTED_DISPATCH, TESTED_NATIVE = {"cd20137f05eb6b2b"}, {"73da793fdffd52d9"}
 
 # Those of SD3, Flux and HunyuanVideo, which norm each head by itself, and what turns queries and keys of the last two.
 TESTED_JOINT_PROCESSORS = {
@@ -104,13 +107,18 @@ class AdaptiveLoadAttnProcessor:
             return None
         if _digest(helpers["_get_qkv_projections"]) not in TESTED_PROJECTIONS:
             return None
-        made = queries_keys_values(ops, attn, x, text, rotary_emb)
+        attend, backend = helpers["dispatch_attention_fn"], stock._attention_backend
+        native = mask is None and _is_native(attend, backend)
+        made = queries_keys_values(ops, attn, x, text, rotary_emb, native)
         if made is None:
             return None
-        attend, backend = helpers["dispatch_attention_fn"], stock._attention_backend
-        y = attend(*made, attn_mask=mask, dropout_p=0.0, is_causal=False, backend=backend, parallel_config=None)
-        linear, dropout, *_ = modules["to_out"]
-        return dropout(project(y.flatten(2, 3).type_as(made[0]), linear)[0])
+        linear, dropout, *_ = modules["to_out"]._modules.values()
+        if native:
+            y = project_heads(F.scaled_dot_product_attention(*made), linear)
+        else:
+            y = attend(*made, attn_mask=mask, dropout_p=0.0, is_causal=False, backend=backend, parallel_config=None)
+            y = project(y.flatten(2, 3).type_as(made[0]), linear)[0]
+        return y if type(dropout) is nn.Dropout and dropout.p == 0 and no_hooks_on(dropout) else dropout(y)
 
     def _can_wrap(self, stock: object) -> bool:
         return is_stock(stock)
@@ -264,6 +272,16 @@ def is_stock(processor: object) -> bool:
     """Whether a processor is one of diffusers' own that `AdaptiveLoadAttnProcessor` wraps."""
     cls = type(processor)
     return cls.__module__.startswith("diffusers.") and _digest(cls.__call__) in TESTED_PROCESSORS
+
+
+def _is_native(attend: Callable, backend: object) -> bool:
+    """Whether diffusers' dispatch would call nothing but PyTorch's attention: to do so at once spares the host its
+    dictionaries, and autograd eight nodes for views."""
+    if _digest(attend) not in TESTED_DISPATCH:
+        return False
+    backends = attend.__globals__["_AttentionBackendRegistry"]
+    name = backends._active_backend if backend is None else backend
+    return not backends._checks_enabled and _digest(backends._backends.get(name)) in TESTED_NATIVE
 
 
 def op_of(module: nn.Module) -> str | None:

@@ -53,7 +53,15 @@ def project(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
     if None in found:
         return tuple(linear(x) for linear in linears)
     tensors = [tensor for projection in found for tensor in projection[:4]]
-    return _apply(tuple(projection.scaling for projection in found), tensors, x, *trained_of(tensors))
+    return _apply(False, tuple(projection.scaling for projection in found), tensors, x, *trained_of(tensors))
+
+
+def project_heads(x: Tensor, linear: nn.Module) -> Tensor:
+    """linear of all heads of a token together, as `project`, for x [B, heads, S, D / heads]: [B, S, N]."""
+    found = projection_of(linear, x) if type(linear) is not nn.Linear and is_plain(x) else None
+    if found is None:
+        return linear(x.transpose(1, 2).flatten(2))
+    return _apply(True, found[4:], found[:4], x, *trained_of(found[:4]))[0]
 
 
 class _Project(torch.autograd.Function):
@@ -64,24 +72,30 @@ class _Project(torch.autograd.Function):
     `apply` costs the host time."""
 
     @staticmethod
-    def forward(ctx, scalings, tensors, x, *_):
-        rows, ys, hs = x.flatten(0, -2), [], []
+    def forward(ctx, heads_first, scalings, tensors, x, *_):
+        stream = x.transpose(1, 2).flatten(2) if heads_first else x
+        rows, ys, hs = stream.flatten(0, -2), [], []
         for scaling, projection in zip(scalings, in_fours(tensors)):
             y, h = projected(rows, *projection, scaling)
-            ys.append(y.view(*x.shape[:-1], y.shape[-1]))
+            ys.append(y.view(*stream.shape[:-1], y.shape[-1]))
             hs.append(h)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, *hs)
         keep(ctx, *tensors)
-        ctx.scalings, ctx.needs = scalings, needs_of(tensors)
+        ctx.heads_first, ctx.scalings, ctx.needs = heads_first, scalings, needs_of(tensors)
         return tuple(ys)
 
     @staticmethod
     def backward(ctx, *grads):
         (x, *hs), tensors = ctx.saved_tensors, in_fours(kept(ctx))
-        needs_dx, needs = ctx.needs_input_grad[2], ctx.needs
-        dx, found = differentiated(x.flatten(0, -2), grads, ctx.scalings, tensors, hs, in_fours(needs), needs_dx)
-        return None, None, None if dx is None else dx.view(x.shape), *itertools.compress(found, needs)
+        needs_dx, needs = ctx.needs_input_grad[3], ctx.needs
+        of = x.transpose(1, 2) if ctx.heads_first else x
+        rows = (of.flatten(2) if ctx.heads_first else of).flatten(0, -2)
+        dx, found = differentiated(rows, grads, ctx.scalings, tensors, hs, in_fours(needs), needs_dx)
+        if dx is not None:
+            dx = dx.view(of.shape)
+            dx = dx.transpose(1, 2) if ctx.heads_first else dx
+        return None, None, None, dx, *itertools.compress(found, needs)
 
 
 # Function.apply looks at every argument for what torch.func leaves behind, which `is_plain` has excluded.
@@ -98,7 +112,7 @@ def projected(
     if down is None:
         return y, None
     h = F.linear(rows, down)
-    return _accumulated(y, h, up.t(), scaling), h
+    return _accumulated(y, h, up.t(), scaling, _may_edit()), h
 
 
 def differentiated(
@@ -110,7 +124,7 @@ def differentiated(
         rows: [n, D]. grads: of each y, of any shape with its columns last, or None.
         projections: (weight, bias, down, up) of each, hs: as `projected` gave them, needs: who needs gradients.
     """
-    dx, found = None, []
+    dx, found, in_place = None, [], _may_edit()
     for grad, scaling, (weight, _, down, up), h, (weight_needs, bias_needs, down_needs, up_needs) in zip(
         grads, scalings, projections, hs, needs
     ):
@@ -119,7 +133,8 @@ def differentiated(
             continue
         grad = grad.reshape(-1, weight.shape[0])
         found += [torch.mm(grad.t(), rows) if weight_needs else None, grad.sum(0) if bias_needs else None]
-        dx = _accumulated(dx, grad, weight) if needs_dx else None
+        if needs_dx:
+            dx = torch.mm(grad, weight) if dx is None else _accumulated(dx, grad, weight, 1.0, in_place)
         if down is None:
             found += [None, None]
             continue
@@ -128,23 +143,29 @@ def differentiated(
         grad_h = torch.mm(grad, up)
         found.append(_scaled_product(grad_h.t(), rows, scaling, down) if down_needs else None)
         found.append(_scaled_product(grad.t(), h, scaling, up) if up_needs else None)
-        dx = _accumulated(dx, grad_h, down, scaling) if needs_dx else None
+        if needs_dx:
+            dx = _accumulated(dx, grad_h, down, scaling, in_place)
     return dx, found
 
 
-def _accumulated(total: Tensor | None, left: Tensor, right: Tensor, factor: float = 1.0) -> Tensor:
-    """total + factor * left @ right, in place unless autograd looks on or somebody else may keep `total`: a dispatch
-    mode, as selective checkpointing is. What is saved for backward must not depend on such a mode. Nor where only some
-    are lowered: autocast may be on for the backward of a forward without it."""
-    if total is None:
-        return torch.mm(left, right)
-    in_place = not torch.is_grad_enabled() and torch._C._len_torch_dispatch_stack() == 0
-    in_place = in_place and total.dtype == left.dtype == right.dtype
-    return (total.addmm_ if in_place else total.addmm)(left, right, alpha=factor)
+def _may_edit() -> bool:
+    """Whether a sum may be made in place: not if autograd looks on or somebody else may keep it, a dispatch mode as
+    selective checkpointing is. What is saved for backward must not depend on such a mode."""
+    return not torch.is_grad_enabled() and torch._C._len_torch_dispatch_stack() == 0
+
+
+def _accumulated(total: Tensor, left: Tensor, right: Tensor, factor: float, in_place: bool) -> Tensor:
+    """total + factor * left @ right. Not in place where only some are lowered: autocast may be on for the backward of
+    a forward without it."""
+    if in_place and total.dtype == left.dtype == right.dtype:
+        return total.addmm_(left, right, alpha=factor)
+    return total.addmm(left, right, alpha=factor)
 
 
 def _scaled_product(left: Tensor, right: Tensor, factor: float, like: Tensor) -> Tensor:
     """factor * left @ right, in one kernel. `like`: of the result's shape; nothing of it is read."""
+    if factor == 1:
+        return torch.mm(left, right)  # which takes the host less
     return torch.addmm(like, left, right, beta=0, alpha=factor)
 
 

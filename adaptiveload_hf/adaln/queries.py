@@ -21,10 +21,11 @@ _LINEARS = ("to_q", "to_k", "to_v")
 
 
 class _Settings(NamedTuple):
-    """Heads; eps of the norm; how many of the projections read x (the others read the text); LoRA's scalings; whether
-    the ops run in Triton."""
+    """Heads; whether they come before the tokens; eps of the norms; how many of the projections read x (the others
+    read the text); LoRA's scalings; whether the ops run in Triton."""
 
     heads: int
+    heads_first: bool
     eps: tuple[float, float]
     of_x: int
     scalings: tuple[float, float, float]
@@ -32,9 +33,15 @@ class _Settings(NamedTuple):
 
 
 def queries_keys_values(
-    ops: FusedOps, attn: nn.Module, x: Tensor, text: Tensor | None, rotary_emb: tuple[Tensor, Tensor] | None
+    ops: FusedOps,
+    attn: nn.Module,
+    x: Tensor,
+    text: Tensor | None,
+    rotary_emb: tuple[Tensor, Tensor] | None,
+    heads_first: bool,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """What an attention module of Wan attends with, each [B, S, heads, D / heads], up to rounding.
+    """What an attention module of Wan attends with, each [B, S, heads, D / heads], or with `heads_first` [B, heads, S,
+    D / heads] with the same memory, up to rounding.
 
     None where calling its modules does more (see `projections.project` and `FusedOps.can_turn`), and where x, the
     text, or queries or keys of them would be kept for nothing, because what reads them, or made them, is frozen.
@@ -67,7 +74,7 @@ def queries_keys_values(
         return None
     (*q, scaling_q), (*k, scaling_k), (*v, scaling_v) = found
     eps, scalings = (norms[0].eps, norms[1].eps), (scaling_q, scaling_k, scaling_v)
-    settings = _Settings(attn.heads, eps, of_x, scalings, bool(ops.options))
+    settings = _Settings(attn.heads, heads_first, eps, of_x, scalings, bool(ops.options))
     cos, sin = (None, None) if rotary_emb is None else rotary_emb
     tensors = cos, sin, norm_q, norm_k, *q, *k, *v
     return _apply(settings, tensors, x, text, *trained_of(tensors))
@@ -98,15 +105,21 @@ class _QueriesKeysValues(torch.autograd.Function):
         ctx.save_for_backward(x, text, cos, q, k, rstd_q, rstd_k, h_q, h_k, h_v)
         keep(ctx, sin, norm_q, norm_k, *tensors)
         ctx.settings, ctx.in_triton = settings, settings.in_triton
-        return turned_q, turned_k, _by_head(settings, v)
+        v = _by_head(settings, v)
+        if settings.heads_first:
+            return turned_q.transpose(1, 2), turned_k.transpose(1, 2), v.transpose(1, 2)
+        return turned_q, turned_k, v
 
     @staticmethod
-    def backward(ctx, grad_q, grad_k, grad_v):
+    def backward(ctx, *grads):
         x, text, cos, q, k, rstd_q, rstd_k, *hs = ctx.saved_tensors
         sin, norm_q, norm_k, *tensors = kept(ctx)
         settings, tensors = ctx.settings, in_fours(tensors)
         _, _, x_needs, text_needs, *_ = ctx.needs_input_grad
         _, _, norm_q_needs, norm_k_needs, *needs = ctx.needs
+        if settings.heads_first:
+            grads = [None if grad is None else grad.transpose(1, 2) for grad in grads]
+        grad_q, grad_k, grad_v = grads
         if torch.is_grad_enabled():  # the gradients of the norms depend on x, too
             (q, _), (k, _), _ = _projections(settings, x, text, tensors)
         grad_q, grad_norm_q = _through_norm(ctx, grad_q, q, rstd_q, norm_q, cos, sin, 0, norm_q_needs)
@@ -130,12 +143,12 @@ _QueriesKeysValues._backward_cls.apply = _QueriesKeysValues.backward  # as in `p
 
 def _projections(settings: _Settings, x: Tensor, text: Tensor | None, tensors: list) -> list:
     """(y, h) of each as in `projections.projected`, y as [B, S, D]."""
-    made, rows = [], x.flatten(0, 1)
+    made, rows, (batch, tokens, _) = [], x.flatten(0, 1), x.shape
     for i, (scaling, projection) in enumerate(zip(settings.scalings, tensors)):
         if i == settings.of_x:
-            x, rows = text, text.flatten(0, 1)
+            rows, (batch, tokens, _) = text.flatten(0, 1), text.shape
         y, h = projected(rows, *projection, scaling)
-        made.append((y.view(*x.shape[:2], y.shape[1]), h))
+        made.append((y.view(batch, tokens, y.shape[1]), h))
     return made
 
 

@@ -297,9 +297,10 @@ def _fits_rows(m: Tensor | None, x: Tensor) -> bool:
 
 def _fit_tables(tables: dict[str, Tensor], x: Tensor) -> bool:
     """All [D]."""
-    return not tables or all(
-        _is_tensor(table) and table.device == x.device and table.shape == x.shape[2:] for table in tables.values()
-    )
+    for table in tables.values():
+        if not _is_tensor(table) or table.device != x.device or table.shape != x.shape[2:]:
+            return False
+    return True
 
 
 def _as_rows(m: Tensor | None) -> Tensor | None:

@@ -5,17 +5,28 @@ import io
 
 import pytest
 import torch
+from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from diffusers.models.transformers import transformer_wan
 from peft import LoraConfig
 from support.tiny_models import output_and_gradients, relative_error, tiny_inputs, tiny_model
-from support.wan_attention import CLASSES, HEAD_WIDTH, HEADS, TOKENS, assert_close, make_attention, make_inputs, run
+from support.wan_attention import (
+    CLASSES,
+    HEAD_WIDTH,
+    HEADS,
+    TOKENS,
+    assert_close,
+    make_attention,
+    make_inputs,
+    run,
+    with_lora,
+)
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from adaptiveload_hf import AdaptiveLoadAttnProcessor, UserError, patch_model, unpatch_model
 from adaptiveload_hf.adaln import ops, queries
-from adaptiveload_hf.adaln.attention import TESTED_PROCESSORS, TESTED_PROJECTIONS
+from adaptiveload_hf.adaln.attention import TESTED_DISPATCH, TESTED_NATIVE, TESTED_PROCESSORS, TESTED_PROJECTIONS
 from adaptiveload_hf.adaln.source import running_source
 
 
@@ -73,6 +84,60 @@ def test_the_tested_processors_are_those_installed():
     assert {running_source(call).digest for call in calls} == TESTED_PROCESSORS
     helpers = [call.__globals__["_get_qkv_projections"] for call in calls]
     assert {running_source(helper).digest for helper in helpers} == TESTED_PROJECTIONS
+
+
+def test_the_tested_dispatch_of_attention_is_the_one_installed():
+    assert {running_source(attention_dispatch.dispatch_attention_fn).digest} == TESTED_DISPATCH
+    assert {running_source(attention_dispatch._native_attention).digest} == TESTED_NATIVE
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
+@pytest.mark.parametrize("change", ["nothing", "backend", "mask", "checks", "another dispatch"])
+def test_diffusers_dispatch_is_asked_where_it_might_do_more_than_call_pytorchs_attention(change, lora, monkeypatch):
+    attn, inputs = make_attention(), make_inputs()
+    attn = with_lora(attn, ("to_q", "to_out.0")) if lora else attn
+    if change == "mask":
+        inputs["attention_mask"] = torch.zeros(2, 1, TOKENS, TOKENS).masked_fill_(torch.eye(TOKENS).bool(), -1e4)
+    expected = run(attn, **inputs)
+    processor = AdaptiveLoadAttnProcessor(attn.processor)
+    attn.set_processor(processor)
+    calls, original = [], attention_dispatch.dispatch_attention_fn
+    if change == "another dispatch":
+        monkeypatch.setattr(
+            transformer_wan, "dispatch_attention_fn", lambda *args, **options: original(*args, **options) * 1
+        )
+    elif change == "checks":
+        monkeypatch.setattr(_AttentionBackendRegistry, "_checks_enabled", True)
+    elif change == "backend":
+        processor._attention_backend = "_native_math"
+    backends = _AttentionBackendRegistry._supported_arg_names
+    monkeypatch.setattr(_AttentionBackendRegistry, "_supported_arg_names", Asked(backends, calls))
+    assert_close(run(attn, **inputs), expected)
+    assert bool(calls) == (change != "nothing")
+
+
+class Asked(dict):
+    """Notes when diffusers' dispatch looks up what a backend takes."""
+
+    def __init__(self, items, calls):
+        super().__init__(items)
+        self._calls = calls
+
+    def __getitem__(self, key):
+        self._calls.append(key)
+        return super().__getitem__(key)
+
+
+@pytest.mark.parametrize("change", ["p", "hook"])
+def test_dropout_after_attention_is_called_where_it_does_anything(change):
+    attn, inputs = make_attention(), make_inputs()
+    attn.set_processor(AdaptiveLoadAttnProcessor(attn.processor))
+    output = attn(**inputs)
+    if change == "p":
+        attn.to_out[1].p = 1.0
+    else:
+        attn.to_out[1].register_forward_hook(lambda module, args, y: y * 0)
+    assert output.any() and not attn(**inputs).any()
 
 
 @pytest.mark.parametrize("family", ["wan", "wan_i2v"])
