@@ -131,7 +131,7 @@ TESTED_SOURCES = {
     "transformers.transformer_skyreels_v2.SkyReelsV2Transformer3DModel": "abb23f00ba598d0d",
     "transformers.transformer_skyreels_v2.SkyReelsV2TransformerBlock": "b82da233f0f57741",
     "transformers.transformer_stable_audio3.StableAudio3DiTBlock": "a68d554f3b94a76b",
-    "transformers.transformer_wan.WanTransformer3DModel": "d460398c51fcd8ef",
+    "transformers.transformer_wan.WanTransformer3DModel": "9cbc97d081c60744",
     "transformers.transformer_wan.WanTransformerBlock": "658c93d9c828c459",
     "transformers.transformer_wan_animate.WanAnimateTransformer3DModel": "2cc925b13f4b0cf0",
     "transformers.transformer_wan_animate.WanTransformerBlock": "658c93d9c828c459",
