@@ -75,8 +75,10 @@ _CONVOLUTIONS = {kind: kind.forward for kind in (nn.Conv2d, nn.Conv3d)}
 
 
 def patch_tokens(convolution: nn.Module, x: Tensor) -> Tensor:
-    """convolution(x) as tokens [B, S, D], up to rounding. On a GPU as a product, where `is_product` allows it."""
-    if x.is_cuda and is_product(convolution, x):
+    """convolution(x) as tokens [B, S, D], up to rounding. On a GPU as a product, where `is_product` allows it, but not
+    in float32: whether convolutions and products are computed in TF32 are two settings."""
+    lowered = x.is_cuda and (x.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled("cuda"))
+    if lowered and is_product(convolution, x):
         return product_of_patches(convolution, x)
     return convolution(x).flatten(2).transpose(1, 2).contiguous()
 
