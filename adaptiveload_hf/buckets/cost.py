@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import ClassVar
@@ -122,19 +121,29 @@ class CostModel:
         """Predicted seconds. batch_size, tokens: ints or arrays that broadcast; returns float64."""
         return self._fixed_seconds() + np.asarray(batch_size) * self.seconds_per_sample(tokens)
 
-    def largest_batch(self, tokens: int, seconds: float) -> int:
-        """The largest B with seconds(B, S) <= seconds; 0 if even one sample takes longer."""
-        if self.seconds(1, tokens) > seconds:
-            return 0
-        per_sample = float(self.seconds_per_sample(tokens))
-        if per_sample <= 0 or not np.isfinite(seconds):
+    def largest_batch(self, tokens, seconds: float) -> np.ndarray:
+        """The largest B with seconds(B, S) <= seconds; 0 if even one sample takes longer.
+
+        Args:
+            tokens: S, an int or an array.
+
+        Returns:
+            int64 of the shape of tokens.
+        """
+        per_sample = np.asarray(self.seconds_per_sample(tokens), dtype=np.float64)
+        one_fits = self.seconds(1, tokens) <= seconds
+        if np.any(one_fits & (per_sample <= 0)) or not np.isfinite(seconds):
             raise UserError(
                 f"The cost of S = {tokens} does not grow with the batch size ({self}), so no largest batch exists. "
                 "Measure this shape at a larger batch size, or give a memory limit."
             )
         # By halving: dividing lands far off where one sample is lost in the rounding of the fixed part.
-        fixed = self._fixed_seconds()
-        return bisect_right(range(1, _MOST_SAMPLES + 1), seconds, key=lambda batch: fixed + batch * per_sample)
+        fixed, low, high = self._fixed_seconds(), one_fits.astype(np.int64), np.where(one_fits, _MOST_SAMPLES, 0)
+        while np.any(low < high):
+            middle = (low + high + 1) // 2
+            fits = fixed + middle * per_sample <= seconds
+            low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
+        return low
 
     def _fixed_seconds(self) -> float:
         return 0.0

@@ -81,10 +81,9 @@ def cut_evenly(
     numbers = -(-counts // batch_sizes)
     missing = int(-numbers.sum() % group)
     sizes = -(-counts // np.maximum(numbers, 1))
-    heap = [
-        (-float(cost.seconds(sizes[i], tokens[i])), -int(tokens[i]), int(i), int(sizes[i]))
-        for i in np.flatnonzero(sizes > 1)
-    ]
+    several = np.flatnonzero(sizes > 1)
+    columns = -cost.seconds(sizes, tokens), -tokens, np.arange(len(sizes)), sizes
+    heap = list(zip(*(column[several].tolist() for column in columns)))
     heapq.heapify(heap)
     while missing and heap:
         *_, i, size = heapq.heappop(heap)

@@ -53,12 +53,9 @@ class Workload:
         """Largest B of each bucket under the compute limit alone; 0 where one sample is over it."""
         growing = self.cost.seconds_per_sample(self.tokens) > 0
         # Where steps all take the floor, as those of tiny models, the limit allows the whole bucket.
-        return np.array(
-            [
-                self.cost.largest_batch(int(tokens), seconds) if grows else int(count)
-                for tokens, grows, count in zip(self.tokens, growing, self.counts)
-            ]
-        )
+        batches = self.counts.copy()
+        batches[growing] = self.cost.largest_batch(self.tokens[growing], seconds)
+        return batches
 
     def batches(self, seconds: float) -> np.ndarray:
         """B of each bucket under both limits, or as given."""

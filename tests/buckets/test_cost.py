@@ -200,6 +200,9 @@ def test_the_largest_batch_is_the_last_within_the_limit(kind):
                 assert model.seconds(found, tokens) <= limit < model.seconds(found + 1, tokens)
         assert model.largest_batch(tokens, 0.01) == 0
         assert model.largest_batch(tokens, 1e300) == (1 << 31) - 1
+    many = np.array([256, 1560, 32760])
+    for seconds in (0.01, 1.0, 30.0):
+        assert model.largest_batch(many, seconds).tolist() == [model.largest_batch(s, seconds) for s in many]
 
 
 @pytest.mark.parametrize("slope", [1e-20, 1e-30])
