@@ -47,6 +47,7 @@ LAYERS = [
         "run_figures",
     },
     {"card", "adaln.families", "adaln.more_families", "adaln.pairs", "buckets.fit", "buckets.workload"},
+    {"buckets.findings"},
     {
         "adaln.registry",
         "adaln.rewrite",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import re
+from numbers import Integral
 
 import numpy as np
 
@@ -28,7 +29,7 @@ def check_ranks(world_size: int, gradient_accumulation_steps: int) -> None:
         UserError: W or K is no whole number from 1 on.
     """
     run = (world_size, gradient_accumulation_steps)
-    if not all(isinstance(number, int | np.integer) and number >= 1 for number in run):
+    if not all(isinstance(number, Integral) and number >= 1 for number in run):
         raise UserError(
             "world_size and gradient_accumulation_steps must be at least 1 and whole, but found "
             f"{run[0]!r} and {run[1]!r}."

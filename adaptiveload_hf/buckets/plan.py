@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
+from numbers import Integral, Real
 from typing import TypedDict
 
 import numpy as np
@@ -12,18 +13,15 @@ import numpy as np
 from ..errors import UserError
 from .cost import CostModel, MemoryModel
 from .deal import WORTH_A_WINDOW, check_balance, check_ranks
+from .findings import plan_findings
 from .shapes import LatentShape, TokenGeometry
 from .workload import Workload
 
 POLICIES = ("dual", "equal_token", "equal_time", "fixed")
 _TARGETS_TRIED = 64
-# What a policy must lose in predicted samples/s before the plan calls it harmful; less is the noise of the excerpt.
-_HARM = 0.01
 # Why no memory limit in GiB holds, so that tokens known to fit are the limit.
 _NOT_MEASURED = "Memory was not measured"
 _NO_SIZE = "Memory was measured, but the GPU's size is not known (pass --memory-limit-gib)"
-# What samples_per_step may be missed by before the plan looks for a K that reaches it.
-_NEAR = 0.05
 
 
 def dual_constraint_batch_size(tokens: int, *, m_mem: float, m_comp: float, p: float) -> int:
@@ -165,7 +163,8 @@ def make_plan(
     """
     check_ranks(world_size, gradient_accumulation_steps)
     check_balance(balance)
-    _check_arguments(shape_counts, policy, memory_limit_gib, batch_sizes)
+    limits = {"m_mem_tokens": m_mem_tokens, "token_budget": token_budget}
+    _check_arguments(shape_counts, policy, memory_limit_gib, batch_sizes, limits)
     shapes = tuple(sorted(shape_counts))
     geometry = geometry or TokenGeometry()
     tokens = np.array([geometry.tokens(shape) for shape in shapes], dtype=np.int64)
@@ -178,8 +177,9 @@ def make_plan(
         )
     m_mem_tokens = memory.max_tokens(memory_limit_gib, tokens) if limited else m_mem_tokens
     given = _given(shapes, policy, batch_sizes or {})
-    run = (world_size, gradient_accumulation_steps)
-    work = Workload(shapes, counts, tokens, given, cost, *run, m_mem_tokens, balance)
+    work = Workload(
+        shapes, counts, tokens, given, cost, world_size, gradient_accumulation_steps, m_mem_tokens, balance
+    )
     _check_counts(work)
     if measured_tokens is not None and not allow_extrapolation:
         _check_measured(work, measured_tokens)
@@ -189,31 +189,34 @@ def make_plan(
     target = _target(work, policy, target_seconds, samples_per_step)
     sizes, bounds = _batch_sizes(work, policy, target, token_budget)
     unlimited = None if limited else _NOT_MEASURED if memory is None else _NO_SIZE
-    findings = _findings(work, policy, target, samples_per_step, sizes, unlimited)
+    findings = plan_findings(work, policy, target, samples_per_step, sizes, unlimited)
     if limited and policy == "equal_time":
         _check_memory(work, memory, memory_limit_gib, sizes)
     gib = [None] * len(shapes) if memory is None else [float(memory.gib(b, s)) for b, s in zip(sizes, tokens)]
     seconds = cost.seconds(sizes, tokens).tolist()
-    rows = zip(shapes, tokens.tolist(), counts.tolist(), sizes.tolist(), seconds, gib, bounds)
-    buckets = tuple(Bucket(*row) for row in rows)
+    buckets = tuple(map(Bucket, shapes, tokens.tolist(), counts.tolist(), sizes.tolist(), seconds, gib, bounds))
     return BucketPlan(policy, target, work.least_m_mem_tokens, buckets, findings, balance)
 
 
-def _check_arguments(shape_counts, policy, memory_limit_gib, batch_sizes) -> None:
+def _check_arguments(shape_counts, policy, memory_limit_gib, batch_sizes, limits) -> None:
     if policy not in POLICIES:
         raise UserError(f"policy is one of {', '.join(POLICIES)}, but found {policy!r}.")
     wrong = [
         f"{shape!r}: {count!r}"
         for shape, count in dict(shape_counts).items()
-        if not (isinstance(shape, LatentShape) and isinstance(count, int | np.integer) and count >= 0)
+        if not (isinstance(shape, LatentShape) and isinstance(count, Integral) and count >= 0)
     ]
     if wrong or not shape_counts:
         raise UserError(
             "shape_counts maps at least one LatentShape, such as LatentShape.parse('21x60x104'), to a whole number of "
             f"samples, but found {', '.join(wrong[:3]) or 'none'}."
         )
-    if memory_limit_gib is not None and not (isinstance(memory_limit_gib, int | float) and memory_limit_gib > 0):
+    if memory_limit_gib is not None and not (isinstance(memory_limit_gib, Real) and memory_limit_gib > 0):
         raise UserError(f"memory_limit_gib is a number of GiB above 0, or None, but found {memory_limit_gib!r}.")
+    limits = {name: limit for name, limit in limits.items() if limit is not None}
+    wrong = [f"{name} = {n!r}" for name, n in limits.items() if not (isinstance(n, Integral) and n > 0)]
+    if wrong:
+        raise UserError(f"A number of tokens is whole and at least 1, or None, but found {', '.join(wrong)}.")
     if not isinstance(batch_sizes, Mapping | None):
         raise UserError(f"batch_sizes is {{shape: B}} such as {{'21x60x104': 1}}, but found {batch_sizes!r}.")
 
@@ -256,7 +259,7 @@ def _check_memory(work: Workload, memory: MemoryModel, limit_gib: float, sizes: 
 def _target(work: Workload, policy: str, target_seconds: float | str, samples_per_step: float | None) -> float | None:
     """The compute limit in the cost's unit; None for policies without one."""
     if samples_per_step is not None:
-        number = isinstance(samples_per_step, (int, float)) and 0 < samples_per_step < math.inf
+        number = isinstance(samples_per_step, Real) and 0 < samples_per_step < math.inf
         if policy != "dual" or target_seconds != "auto" or not number:
             raise UserError(
                 "samples_per_step is a number above 0 by which policy 'dual' chooses its target_seconds ('auto'), but "
@@ -266,7 +269,7 @@ def _target(work: Workload, policy: str, target_seconds: float | str, samples_pe
     if policy not in ("dual", "equal_time"):
         return None
     if target_seconds != "auto":
-        if not isinstance(target_seconds, (int, float)) or not 0 < target_seconds < math.inf:
+        if not isinstance(target_seconds, Real) or not 0 < target_seconds < math.inf:
             raise UserError(f"target_seconds is 'auto' or a number above 0, but found {target_seconds!r}.")
         if work.cost.unit != "seconds":
             raise UserError(
@@ -318,9 +321,7 @@ def _given(shapes: tuple[LatentShape, ...], policy: str, given: Mapping) -> np.n
     names = [str(shape) for shape in shapes]
     unknown = sorted(set(given) - set(names))
     missing = [name for name in names if name not in given] if policy == "fixed" else []
-    wrong = {
-        name: size for name, size in given.items() if not isinstance(size, (int, np.integer)) or not 0 < size < 1 << 31
-    }
+    wrong = {name: size for name, size in given.items() if not (isinstance(size, Integral) and 0 < size < 1 << 31)}
     if unknown or missing or wrong:
         found = [f"there is none for {', '.join(missing)}"] if missing else []
         found += [f"no sample has the shape {', '.join(unknown)}"] if unknown else []
@@ -330,68 +331,3 @@ def _given(shapes: tuple[LatentShape, ...], policy: str, given: Mapping) -> np.n
             f"dataset, which are {', '.join(names)}, but {'; '.join(found)}."
         )
     return np.array([given.get(name, 0) for name in names], dtype=np.int64)
-
-
-def _findings(
-    work: Workload,
-    policy: str,
-    target: float | None,
-    samples_per_step: float | None,
-    sizes: np.ndarray,
-    unlimited: str | None,
-) -> tuple[str, ...]:
-    """What the user should know before training with this plan."""
-    findings = [_memory_finding(work, sizes, unlimited)]
-    if policy == "dual" and work.m_mem_tokens is not None:
-        findings += _compute_finding(work, target, samples_per_step, sizes)
-    if samples_per_step is not None:
-        findings.append(_samples_finding(work, sizes, samples_per_step))
-    long, short = int(np.argmax(work.tokens)), int(np.argmin(work.tokens))
-    findings.append(
-        f"In the loss, one {work.shapes[long]} weighs as much as {work.tokens[long] / work.tokens[short]:.1f} of "
-        f"{work.shapes[short]} with loss_normalization 'token', 1 with 'sample', "
-        f"{sizes[short] / sizes[long]:.1f} with 'none' (batch sizes {sizes[long]} and {sizes[short]})."
-    )
-    return tuple(finding for finding in findings if finding)
-
-
-def _memory_finding(work: Workload, sizes: np.ndarray, unlimited: str | None) -> str | None:
-    if work.m_mem_tokens is None:
-        return "No memory model or limit: nothing keeps a micro-batch from running out of memory."
-    over = ", ".join(str(shape) for shape, more in zip(work.shapes, sizes * work.tokens > work.m_mem_tokens) if more)
-    if unlimited is None:
-        return over and f"Over the memory limit: {over}."
-    if over:
-        return f"{unlimited}: known to fit are {work.m_mem_tokens} tokens, and these may not: {over}."
-    return f"{unlimited}: micro-batches stay within {work.m_mem_tokens} tokens, known to fit."
-
-
-def _compute_finding(work: Workload, target: float, samples_per_step: float | None, sizes: np.ndarray) -> list[str]:
-    memory_only = np.where(work.given > 0, work.given, work.memory_batches())
-    if (memory_only == sizes).all():
-        words = "Inert: the compute limit changes no batch size, memory alone sets them all."
-        return [f"{words} Only balancing evens the load of the ranks."]
-    lost = 1 - work.predict_epoch(memory_only)[0] / work.predict_epoch(sizes)[0]
-    if lost <= _HARM:
-        return []
-    remedy = f"Raise target_seconds (one longest sample takes {work.one_seconds:.3g}), or leave it at 'auto'."
-    if samples_per_step is not None:
-        remedy = "That is the price of samples_per_step; fewer gradient_accumulation_steps leave larger batches."
-    return [f"Harmful: the compute limit of {target:.3g} {work.cost.unit} costs {lost:.0%} of the samples/s. {remedy}"]
-
-
-def _samples_finding(work: Workload, sizes: np.ndarray, wanted: float) -> str:
-    reached = work.samples_per_step(sizes)
-    words = f"An optimizer step holds {reached:.1f} samples on average; samples_per_step is {wanted:g}."
-    if abs(reached / wanted - 1) <= _NEAR:
-        return words
-    scaled = work.gradient_accumulation_steps * wanted / reached
-    accumulation = max(1, math.ceil(scaled) if reached < wanted else math.floor(scaled))
-    if work.world_size * accumulation > work.counts.sum():
-        return f"{words} The dataset has {work.counts.sum()} in all."
-    if accumulation == work.gradient_accumulation_steps:
-        return f"{words} Fewer ranks would lower it, no smaller gradient_accumulation_steps can."
-    other = replace(work, gradient_accumulation_steps=accumulation)
-    nearest = other.samples_per_step(other.batches(other.target_for_samples(wanted)))
-    verb = "would hold" if abs(nearest - wanted) < abs(reached - wanted) else "would come no nearer:"
-    return f"{words} With gradient_accumulation_steps={accumulation} it {verb} {nearest:.1f}."

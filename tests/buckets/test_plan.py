@@ -150,9 +150,21 @@ def test_wrong_options_are_refused():
     for run in ({"world_size": 0}, {"world_size": 1.5}, {"gradient_accumulation_steps": "2"}):
         with pytest.raises(UserError, match="must be at least 1 and whole, but found"):
             plan(**run)
+    for tokens in (0, -3, 2.5e4, math.nan, "many"):
+        for limit in ("m_mem_tokens", "token_budget"):
+            with pytest.raises(
+                UserError, match=f"tokens is whole and at least 1, or None, but found {limit} = {tokens!r}"
+            ):
+                plan(memory=None, policy="equal_token", **{limit: tokens})
     for target in (0, -1.0, math.inf, "fast"):
         with pytest.raises(UserError, match="target_seconds is 'auto' or a number above 0"):
             plan(target_seconds=target)
+
+
+def test_numbers_of_numpy_are_numbers():
+    given = {"memory_limit_gib": np.float32(40), "target_seconds": np.float32(3)}
+    assert plan(**given) == plan(memory_limit_gib=40.0, target_seconds=3.0)
+    assert sizes(plan(samples_per_step=np.int64(20))) == sizes(plan(samples_per_step=20))
 
 
 def test_a_compute_limit_that_changes_nothing_is_called_inert():
