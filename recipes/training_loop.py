@@ -66,14 +66,15 @@ def run_steps(accelerator: Accelerator, args, model, loader, scheduler, run, tot
                     "skipped_steps": skipped,
                 }
                 finished = step == total_steps
-                if stop:  # who asked may not wait for long, so the checkpoint comes first
+                # First: a validation may run out of memory, or take longer than who asked to stop will wait.
+                if stop or finished or step % args.checkpointing_steps == 0:
                     save_checkpoint(accelerator, model, output_dir, step, args)
-                if finished or (step % args.validation_steps == 0 and not stop):
-                    for validate in validators:
-                        metrics |= validate(step)
-                _write(accelerator, output_dir, metrics, monitor.status_line(measured), bar)
-                if not stop and (finished or step % args.checkpointing_steps == 0):
-                    save_checkpoint(accelerator, model, output_dir, step, args)
+                try:
+                    if finished or (step % args.validation_steps == 0 and not stop):
+                        for validate in validators:
+                            metrics |= validate(step)
+                finally:
+                    _write(accelerator, output_dir, metrics, monitor.status_line(measured), bar)
                 if stop or finished:
                     break
                 done = []

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import prepare_dataset
 import pytest
 import torch
+import train_wan
 from diffusers import WanPipeline, WanTransformer3DModel
 from safetensors.torch import load_file
 from support.clips import real_clips
@@ -176,6 +177,18 @@ def test_a_stop_that_comes_with_the_last_step_leaves_nothing_out_and_is_not_kept
     assert (tmp_path / "transformer").exists()
     assert (tmp_path / "checkpoint-1").exists()
     assert not (tmp_path / "STOP").exists()
+
+
+def test_a_validation_that_fails_costs_no_training(setup, tmp_path, monkeypatch):
+    def fails(step):
+        raise RuntimeError("out of memory, say")
+
+    monkeypatch.setattr(train_wan, "make_held_out_loss", lambda *_: fails)
+    with pytest.raises(RuntimeError, match="out of memory, say"):
+        train_here(setup, tmp_path, "--validation_dataset", setup.dataset, max_train_steps=1)
+    monkeypatch.undo()
+    lines = train_here(setup, tmp_path, "--resume_from_checkpoint", "latest", max_train_steps=2)
+    assert [line["step"] for line in lines] == [1, 2]
 
 
 def test_the_learning_rate_reaches_its_end_at_the_last_step(setup, tmp_path):
