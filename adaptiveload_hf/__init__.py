@@ -11,6 +11,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run __getattr__
     from .adaln.patch import patch_model as patch_model
     from .adaln.patch import patched as patched
     from .adaln.patch import unpatch_model as unpatch_model
+    from .benchmark import measure_shapes as measure_shapes
     from .benchmark import measure_steps as measure_steps
     from .buckets.cost import Measurement as Measurement
     from .buckets.fit import fit_cost_model as fit_cost_model
@@ -24,7 +25,13 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run __getattr__
     from .buckets.schedule import schedule_epoch as schedule_epoch
     from .buckets.shapes import LatentShape as LatentShape
     from .buckets.shapes import TokenGeometry as TokenGeometry
+    from .buckets.shapes import index_shapes as index_shapes
+    from .buckets.shapes import read_shapes as read_shapes
+    from .buckets.sources import load_latent_folder as load_latent_folder
+    from .buckets.sources import load_prepared as load_prepared
+    from .buckets.sources import load_tar_shards as load_tar_shards
     from .config import BucketConfig as BucketConfig
+    from .distributed import all_ranks_fail_together as all_ranks_fail_together
     from .distributed import make_accelerator as make_accelerator
     from .errors import UserError as UserError
     from .monitor import TrainingMonitor as TrainingMonitor
@@ -40,6 +47,11 @@ _PUBLIC = {
     "register_adapter": "adaln.adapters",
     "source_digest": "adaln.adapters",
     "AdaptiveLoadAttnProcessor": "adaln.attention",
+    "load_prepared": "buckets.sources",
+    "load_latent_folder": "buckets.sources",
+    "load_tar_shards": "buckets.sources",
+    "read_shapes": "buckets.shapes",
+    "index_shapes": "buckets.shapes",
     "LatentShape": "buckets.shapes",
     "TokenGeometry": "buckets.shapes",
     "Measurement": "buckets.cost",
@@ -54,6 +66,8 @@ _PUBLIC = {
     "BucketDataLoader": "buckets.sampler",
     "BucketConfig": "config",
     "make_accelerator": "distributed",
+    "all_ranks_fail_together": "distributed",
+    "measure_shapes": "benchmark",
     "measure_steps": "benchmark",
     "TrainingMonitor": "monitor",
 }

@@ -7,14 +7,11 @@ from pathlib import Path
 import pytest
 
 import adaptiveload_hf
-from adaptiveload_hf.buckets import sources
 from adaptiveload_hf.buckets.plan import PlanOptions
-from adaptiveload_hf.distributed import all_ranks_fail_together
 from adaptiveload_hf.preflight import preflight
 
 NAMES = [name for name in adaptiveload_hf.__all__ if name != "__version__"]
-LOADERS = [sources.load_prepared, sources.load_latent_folder, sources.load_tar_shards]
-PUBLIC = [*(getattr(adaptiveload_hf, name) for name in NAMES), *LOADERS, all_ranks_fail_together, preflight]
+PUBLIC = [*(getattr(adaptiveload_hf, name) for name in NAMES), preflight]
 
 
 def functions(value):

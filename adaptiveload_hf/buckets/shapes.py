@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -130,7 +130,7 @@ def index_shapes(sizes: np.ndarray) -> BucketIndex:
     return BucketIndex(shapes, bucket_of_sample.astype(np.int64))
 
 
-def read_shapes(dataset) -> BucketIndex:
+def read_shapes(dataset: Any) -> BucketIndex:
     """Reads the shape of every sample from a `datasets.Dataset` without decoding any other column.
 
     Args:

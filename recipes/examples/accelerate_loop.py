@@ -12,8 +12,7 @@ import torch
 from diffusers import WanTransformer3DModel
 from diffusers.optimization import get_scheduler
 
-from adaptiveload_hf import BucketConfig, BucketDataLoader, make_accelerator, patch_model
-from adaptiveload_hf.buckets.sources import load_prepared
+from adaptiveload_hf import BucketConfig, BucketDataLoader, load_prepared, make_accelerator, patch_model
 from adaptiveload_hf.distributed import model_input_dtype
 
 

@@ -7,9 +7,7 @@ import sys
 
 from diffusers import WanTransformer3DModel
 
-from adaptiveload_hf import BucketConfig, BucketDataLoader, make_accelerator
-from adaptiveload_hf.buckets.shapes import read_shapes
-from adaptiveload_hf.buckets.sources import load_latent_folder
+from adaptiveload_hf import BucketConfig, BucketDataLoader, load_latent_folder, make_accelerator, read_shapes
 
 cache, pipeline = sys.argv[1:]
 dataset, problems = load_latent_folder(cache, latent_normalized=True, prompt_length=512)  # as it stores Wan's

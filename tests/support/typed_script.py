@@ -25,6 +25,9 @@ from adaptiveload_hf import (
     dual_constraint_batch_size,
     fit_cost_model,
     fit_memory_model,
+    load_latent_folder,
+    load_prepared,
+    load_tar_shards,
     make_accelerator,
     make_plan,
     measure_steps,
@@ -37,7 +40,6 @@ from adaptiveload_hf import (
 )
 from adaptiveload_hf.buckets.cost import CostModel, MemoryModel
 from adaptiveload_hf.buckets.points import Point
-from adaptiveload_hf.buckets.sources import load_latent_folder, load_prepared, load_tar_shards
 
 
 def patch(model: torch.nn.Module) -> None:
