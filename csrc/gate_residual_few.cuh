@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kFewGateThreads)
   const T* const y_rows = row_of<const T>(p.y, at.batch, at.first) + column;
   T* const dy_rows = p.dy.data == nullptr || !mine ? nullptr : row_of<T>(p.dy, at.batch, at.first) + column;
   float factor[kPack], sums[kPack] = {};
-  load_factor<Access::either>(p, at.batch, at.modulation_row, column - static_cast<int>(threadIdx.x) * kPack, factor);
+  bool loaded = false;  // the factor, after the first rows are asked for: it comes with a sum, which waits
   for (int row = rank * kSlots + threadIdx.x / kPacks; row < segments.tokens; row += kColumnRows * kStep) {
     Pack<T> grad_packs[kColumnRows], y_packs[kColumnRows];
 #pragma unroll
@@ -47,6 +47,11 @@ __global__ void __launch_bounds__(kFewGateThreads)
       const int64_t from = min(row + r * kStep, segments.tokens - 1);
       grad_packs[r] = load_pack(grad_rows + from * p.grad.row_stride);
       y_packs[r] = load_pack(y_rows + from * p.y.row_stride);
+    }
+    if (!loaded) {
+      const int first = column - static_cast<int>(threadIdx.x) * kPack;
+      load_factor<Access::either>(p, at.batch, at.modulation_row, first, factor);
+      loaded = true;
     }
 #pragma unroll
     for (int r = 0; r < kColumnRows; ++r) {
