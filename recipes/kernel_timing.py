@@ -20,6 +20,7 @@ from kernel_cases import Case, Contender, make_arguments
 PLACEMENTS = 3
 CALLS = 4
 REPLAYS = 5
+HOST_ROUNDS, HOST_CALLS = 21, 100
 # The GPU idles this long before a graph starts, while the host hands over the graph and the event at its end.
 PAUSE_CYCLES = 200_000
 SPACER_MIB = 256
@@ -145,18 +146,14 @@ def _measure_here(case: Case, contender: Contender, directions: int) -> tuple[fl
     return forward_seconds, backward_seconds, kept
 
 
-def host_microseconds(case: Case, contender: Contender) -> tuple[float, float]:
-    """Time that the host needs for one forward and one backward call, all on one stream as in training."""
-    call, *operands = prepare(case, contender)
-    return _host_time(call), _host_time(lambda: differentiate(*operands))
-
-
-def _host_time(call, calls: int = 200) -> float:
-    found = []
-    for _ in range(7):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        found.append((time.perf_counter() - start) / calls)
-    return min(found) * 1e6
+def host_microseconds(calls: dict) -> dict:
+    """Median time that the host needs for one of each call. They take turns: what slows the host slows all of them."""
+    found = {name: [] for name in calls}
+    for _ in range(HOST_ROUNDS):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(HOST_CALLS):
+                call()
+            found[name].append((time.perf_counter() - start) / HOST_CALLS)
+    return {name: statistics.median(each) * 1e6 for name, each in found.items()}
