@@ -127,6 +127,10 @@ def contenders(case: Case) -> dict[str, Contender]:
     if ops.kernel_backend("cuda") == "cuda":
         found["CUDA"] = fused(case.op, "auto", **options)
     found["Triton"] = fused(case.op, "triton", **options)
+    if case in SMALL_CASES:
+        from kernel_floor import floor_of  # needs Triton, as kernel_speed.py does
+
+        found["plainest"] = floor_of(case.op)
     found["eager"] = eager_of(case)
     found["torch.compile"] = _whole(torch.compile(_expression_of(case), dynamic=False))
     if case.modulation == "float32":

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-COLUMNS = ("CUDA", "Triton", "eager", "torch.compile", "liger", "cuDNN")
+COLUMNS = ("CUDA", "Triton", "eager", "torch.compile", "liger", "cuDNN", "plainest")
 DIRECTIONS = ("forward", "backward")
 
 
@@ -91,9 +91,10 @@ def _goals_of_host_time(result: dict) -> list[Goal]:
 
 def table_of(result: dict) -> list[list[str]]:
     """Cells, the head first: microseconds and, in brackets, the share of the roof."""
-    names = [name for name in COLUMNS if any(name in row["roof"] for row in result["rows"])]
+    rows = [*result["rows"], *result["small_rows"]]
+    names = [name for name in COLUMNS if any(name in row["roof"] for row in rows)]
     lines = [["operation", "B x S x D", "modulation", "direction", "goal", *names]]
-    for row in [*result["rows"], *result["small_rows"]]:
+    for row in rows:
         cells = [
             row["op"],
             row["shape"],

@@ -6,7 +6,8 @@
 
 Every figure is the median over three placements of its buffers in memory; kernel_timing.py says how a call is timed.
 "roof" is the least bytes that the op must move, over the time, over the bandwidth of a plain device copy in the same
-run. What torch.compile and Triton need to compile is compiled first, in several processes. --output is written row by
+run. "plainest", beside small work, is a kernel that reads and writes as much but reduces nothing (kernel_floor.py).
+What torch.compile and Triton need to compile is compiled first, in several processes. --output is written row by
 row: a run that is stopped leaves what it has measured. `pip install liger-kernel nvidia-cudnn-frontend` adds those two
 to the table.
 """
@@ -42,6 +43,7 @@ from adaptiveload_hf.errors import exit_on_user_error
 # A backward call is repeated on one forward call, which compiled code that reuses its buffers does not allow.
 torch._functorch.config.donated_buffer = False
 OURS_AND_EAGER = ("CUDA", "Triton", "eager")
+SMALL_COLUMNS = (*OURS_AND_EAGER, "plainest")
 RESERVED_GIB, QUICK_RESERVED_GIB, CUDNN_RESERVED_GIB = 16, 3, 6  # for tensors, and again for graphs
 CUDNN_SECONDS = 20  # for one case, the first with the start of its process
 _STARTED = time.monotonic()
@@ -217,7 +219,7 @@ def measure_all(quick: bool, output: Path | None) -> dict:
             output.parent.mkdir(parents=True, exist_ok=True)
             output.write_text(json.dumps(result, indent=1) + "\n")
 
-    measure_rows(small_cases, OURS_AND_EAGER, bandwidth, result["small_rows"], save)
+    measure_rows(small_cases, SMALL_COLUMNS, bandwidth, result["small_rows"], save)
     measure_rows(cases, names, bandwidth, result["rows"], save)
     if "cuDNN" in names and importlib.util.find_spec("cudnn") is not None:
         add_cudnn(cases, bandwidth, result["rows"], save)
