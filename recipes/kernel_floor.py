@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-BLOCK, WARPS = 2048, 4
+BLOCK, WARPS = 2048, 8
 
 
 @triton.jit
