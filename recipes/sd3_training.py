@@ -6,7 +6,7 @@ import pyarrow.compute
 import torch
 from accelerate import Accelerator
 from data_setup import check_widths
-from diffusers import SD3Transformer2DModel
+from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 from model_setup import load_index
 
 from adaptiveload_hf import TokenGeometry, UserError
@@ -14,6 +14,7 @@ from adaptiveload_hf.buckets.shapes import read_shapes
 from adaptiveload_hf.distributed import model_input_dtype
 
 MODEL_CLASS = SD3Transformer2DModel
+PIPELINE_CLASS = StableDiffusion3Pipeline
 # The attention of both streams, image and text, as in diffusers' train_dreambooth_lora_sd3.py.
 LORA_TARGET_MODULES = [
     *("to_q", "to_k", "to_v", "to_out.0"),

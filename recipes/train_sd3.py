@@ -15,7 +15,6 @@ from benchmark_shapes import bucket_config_for
 from caption_dropout import make_caption_dropout
 from checkpoints import find_checkpoint, keep_metrics_until, load_checkpoint
 from data_setup import make_loader
-from diffusers import StableDiffusion3Pipeline
 from flow_matching import make_flow_matching
 from lora import add_lora_arguments
 from model_setup import (
@@ -31,6 +30,7 @@ from random_batches import column_sizes, try_buckets
 from sd3_training import (
     LORA_TARGET_MODULES,
     MODEL_CLASS,
+    PIPELINE_CLASS,
     check_dataset,
     choose_variant,
     make_predict,
@@ -94,12 +94,10 @@ def train(accelerator, args):
     refuse_unsafe_sharding(accelerator, args.gradient_checkpointing)
     variant = choose_variant(args)
     transformer_config = load_model_config(MODEL_CLASS, args, variant.subfolder)
-    check_validation(args, transformer_config)
     flow = make_flow_matching(args, variant.bounds)
-    dataset = load_prepared(args.dataset)
-    held_out = load_prepared(args.validation_dataset) if args.validation_dataset else None
-    for samples in (dataset, held_out) if held_out else (dataset,):
-        check_dataset(samples, transformer_config)
+    check_validation(args, transformer_config)
+    dataset = load_checked(args.dataset, transformer_config)
+    held_out = load_checked(args.validation_dataset, transformer_config) if args.validation_dataset else None
     sizes = column_sizes(dataset, transformer_config)
     drop_captions = make_caption_dropout(args.proportion_empty_prompts, args.dataset, args.seed)
     repository = find_repository(accelerator, args)
@@ -138,9 +136,15 @@ def train(accelerator, args):
     if not run_steps(accelerator, args, model, loader, scheduler, run, total_steps, validators):
         return  # asked to stop; a checkpoint says where
     with others_wait(accelerator):
-        save_result(accelerator, args, model, StableDiffusion3Pipeline, variant.subfolder)
+        save_result(accelerator, args, model, PIPELINE_CLASS, variant.subfolder)
         if accelerator.is_main_process:
-            publish(args, repository, loader, StableDiffusion3Pipeline, MODEL_CLASS, variant.subfolder, environment)
+            publish(args, repository, loader, PIPELINE_CLASS, MODEL_CLASS, variant.subfolder, environment)
+
+
+def load_checked(folder, transformer_config):
+    dataset = load_prepared(folder)
+    check_dataset(dataset, transformer_config)
+    return dataset
 
 
 if __name__ == "__main__":

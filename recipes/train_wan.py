@@ -99,9 +99,9 @@ def train(accelerator, args):
     variant = choose_variant(args)
     transformer_config = load_model_config(MODEL_CLASS, args, variant.subfolder)
     flow = make_flow_matching(args, variant.bounds, args.first_frame_given)
+    check_validation(args, variant, transformer_config)
     dataset = load_checked(args.dataset, transformer_config)
     held_out = load_checked(args.validation_dataset, transformer_config) if args.validation_dataset else None
-    check_validation(args, variant, transformer_config)
     statistics = latent_statistics(args, *filter(None, (dataset, held_out)))
     drop_captions = make_caption_dropout(args.proportion_empty_prompts, args.dataset, args.seed)
     repository = find_repository(accelerator, args)
