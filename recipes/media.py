@@ -18,6 +18,7 @@ from adaptiveload_hf.errors import UserError
 
 STILL_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif"}
 CLIP_SUFFIXES = {".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".flv", ".wmv", ".ogv"}
+CLIP_SUFFIXES |= {".3gp", ".mts", ".m2ts"}  # of telephones and camcorders
 # Playlist formats are left out: a file of theirs would have FFmpeg read other files, outside the data root too.
 CLIP_FORMATS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg"
 ANIMATED_FORMATS = {"GIF", "WEBP", "PNG", "AVIF"}

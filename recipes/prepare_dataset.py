@@ -165,6 +165,9 @@ def make_plan(args, family: Family, folder: Path, planned_by, records: FileRecor
     records.save(finished=True)
     planned = planned_by(media_key, text_key)
     print(f"{len(planned)} samples can be used, {len(listing.refused)} refused", file=sys.stderr)
+    if listing.other_files:
+        counts = ", ".join(f"{count} {suffix}" for suffix, count in listing.other_files.most_common())
+        print(f"passed over, neither pictures nor clips by their suffix: {counts}", file=sys.stderr)
     source = str(args.instance_data_root or args.dataset_name)
     if not planned:
         raise UserError(f"{source} has no picture or clip that can be used. Expected at least one; see docs/data.md.")

@@ -151,6 +151,7 @@ def test_the_good_samples_of_a_bad_folder_are_kept_and_all_else_is_listed_before
     assert all(f"refused {file}: {reason}\n" in words for file, reason in refused.items())
     assert words.index("4 samples can be used, 13 refused") > words.rindex("refused cut.mp4")
     assert words.index("4 samples can be used, 13 refused") < words.index("encoding")
+    assert "passed over, neither pictures nor clips by their suffix: 1 .pdf\n" in words
 
 
 def test_without_metadata_a_caption_is_the_text_beside_the_file(tmp_path, monkeypatch, stills, tiny_pipeline):
