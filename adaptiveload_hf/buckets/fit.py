@@ -128,7 +128,7 @@ def _unseen_errors(kind: str, steps: TimedSteps, out: np.ndarray) -> np.ndarray:
     return relative_errors(fit_form(kind, steps.take(kept)), steps.take(out))
 
 
-def parameter_confidence(fit: CostFit, draws: int = 100, seed: int = 0) -> dict[str, tuple[float, float]]:
+def parameter_confidence(fit: CostFit, draws: int = 100) -> dict[str, tuple[float, float]]:
     """Between which values each parameter of the chosen law lies in 90% of repeated measurements.
 
     Bootstrap of the residuals: every step gets the relative error of a step drawn at random, and the law is fitted
@@ -142,7 +142,7 @@ def parameter_confidence(fit: CostFit, draws: int = 100, seed: int = 0) -> dict[
     # A fit comes nearer to its own points than the law does.
     errors = errors * np.sqrt(len(errors) / max(1, len(errors) - parameters))
     scale = max(LEAST_RESIDUAL_SCALE, float(np.median(np.abs(errors))))
-    random, start, found = np.random.default_rng(seed), vector_of(fit.model), []
+    random, start, found = np.random.default_rng(0), vector_of(fit.model), []
     for _ in range(draws):
         drawn = predicted * np.maximum(0.1, 1 + random.choice(errors, len(errors)))
         again = replace(steps, seconds=drawn)

@@ -108,7 +108,6 @@ def compare(
     world_sizes: Sequence[int],
     accumulations: Sequence[int] = (1,),
     baseline: str = "equal_token",
-    seed: int = 0,
 ) -> list[ComparisonRow]:
     """Simulates an epoch of the same samples under every policy x balance x W x K, batch sizes and dealing apart.
 
@@ -123,7 +122,7 @@ def compare(
     rows = {}
     for world_size, accumulation in product(world_sizes, accumulations):
         run = {"world_size": world_size, "gradient_accumulation_steps": accumulation}
-        dealt = cache(partial(_dealt, cost=cost, seed=seed, **run))
+        dealt = cache(partial(_dealt, cost=cost, **run))
         before = dealt(plan(policy=baseline, balance="none", **run), "none")[1].epoch_seconds
         for policy, balance in product(policies, balances):
             made = plan(policy=policy, balance=balance, **run)
@@ -143,8 +142,8 @@ def compare(
     return list(rows.values())
 
 
-def _dealt(plan: BucketPlan, balance: str, cost: CostModel, seed: int, **run) -> tuple[str, Simulation]:
+def _dealt(plan: BucketPlan, balance: str, cost: CostModel, **run) -> tuple[str, Simulation]:
     """The mode that was used, and what it gives."""
     buckets = np.repeat(np.arange(len(plan.buckets)), [bucket.count for bucket in plan.buckets])
-    schedule = schedule_epoch(buckets, plan, cost, seed=seed, balance=balance, **run)
+    schedule = schedule_epoch(buckets, plan, cost, balance=balance, **run)
     return schedule.balance, simulate(schedule)
