@@ -88,6 +88,9 @@ def test_steps_that_take_what_was_predicted_drift_nowhere():
 
 def test_the_first_steps_and_the_first_of_a_shape_may_take_what_they_take():
     assert steps_of(CostDrift(True), lambda step: 100 if step < 3 else COST[step % 3]) == []
+    of_one_shape = CostDrift(True)
+    for step in range(60):
+        assert of_one_shape.update(9 if step < 3 else 1, SHAPES[:1], COST[:1]) == []
 
 
 def test_a_bucket_that_takes_more_than_its_share_is_named_once_with_the_command():

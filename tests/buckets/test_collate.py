@@ -49,6 +49,15 @@ def test_a_latent_with_nan_or_infinity_is_named_with_its_file(tmp_path):
         collate_prepared([row])
 
 
+def test_the_last_row_of_a_caption_is_looked_at_too_and_the_zeros_after_it_are_not(dataset):
+    embeds = torch.zeros(8, 32, dtype=torch.bfloat16)
+    embeds[5, 31] = float("nan")
+    row = {**dataset[0], "prompt_embeds": embeds.view(torch.uint8).numpy().tobytes()}
+    with pytest.raises(UserError, match=r"prompt_embeds of sample .* has NaN or infinite"):
+        collate_prepared([{**row, "prompt_rows": 6}])
+    collate_prepared([{**row, "prompt_rows": 5}])
+
+
 def test_bytes_that_do_not_match_the_shape_are_named(dataset):
     with pytest.raises(UserError, match=r"latent of sample 1 \(1.mp4\) should have 288 bytes .* has 286"):
         collate_prepared(rows_of(dataset, latent=dataset[1]["latent"][:-2]))

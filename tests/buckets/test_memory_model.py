@@ -174,8 +174,15 @@ def test_the_bound_is_none_below_the_largest_measured_micro_batch():
     assert memory.gib(1, 100_000) == pytest.approx(14.0)
 
 
+def test_a_point_that_ran_out_of_memory_needs_more_than_it_reached():
+    failed = Measurement("1x8x8", 16, 400, 0.0, 30.0, oom=True)
+    memory = fit_memory_model([*peaks((100, 5), (200, 8)), failed])
+    assert predict(memory, failed) > 30.0
+
+
 def test_fewer_ranks_raise_floor_line_and_bound():
     memory = MemoryModel(2.0, 1e-4, 5.0, known_tokens=20_000)
+    assert memory_elsewhere(memory, {"world_size": 8, "strategy": "fsdp2"}, 8, 1) == (memory, [])
     larger, _ = memory_elsewhere(memory, {"world_size": 8, "strategy": "fsdp2"}, 2, 1)
     assert larger == MemoryModel(8.0, 1e-4, 20.0, known_tokens=20_000)
     assert larger.gib(1, 40_000) == pytest.approx(2 * 20)
