@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from checkpoints import save_checkpoint
+from checkpoints import named_if_not_written, save_checkpoint
 from data_setup import parse_batch_sizes
 from stopping import out_of_memory, resume_command, stop_requests
 from tqdm.auto import tqdm
@@ -153,12 +153,14 @@ def _write(accelerator: Accelerator, output_dir: Path, metrics: dict, status: st
     """The step's line, in metrics.jsonl, in the tracker and beside the progress bar."""
     numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
     by_shape = metrics.get("validation_loss_by_shape", {})
-    accelerator.log(numbers | {f"validation_loss/{name}": loss for name, loss in by_shape.items()}, metrics["step"])
     if accelerator.is_main_process:
-        append_line(output_dir / "metrics.jsonl", json.dumps(metrics))
+        lines = output_dir / "metrics.jsonl"
+        with named_if_not_written(f"the metrics of step {metrics['step']}", lines, output_dir):
+            append_line(lines, json.dumps(metrics))
         bar.set_postfix_str(status)
         for finding in metrics["findings"]:
             say(finding)
+    accelerator.log(numbers | {f"validation_loss/{name}": loss for name, loss in by_shape.items()}, metrics["step"])
     bar.update()
 
 

@@ -114,6 +114,17 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_what_is_left_and_
     assert not list(run.glob("partial-*"))
 
 
+def test_metrics_that_cannot_be_written_end_the_run_with_what_is_left_and_the_command(setup, tmp_path, capsys):
+    """With capsys the words go to memory: a file of them would reach the limit first."""
+    with (
+        files_of_at_most(1_500),
+        pytest.raises(UserError, match=r"the metrics of step \d could not be written") as error,
+    ):
+        train_here(setup, tmp_path, max_train_steps=8, checkpointing_steps=8)
+    assert "Whole checkpoints: none." in str(error.value)
+    assert len(train_here(setup, tmp_path, *LATEST, max_train_steps=2)) == 2
+
+
 def test_a_sharded_checkpoint_that_cannot_be_written_is_named_with_the_ranks_own_reason(tmp_path):
     said = r"the checkpoint could not be written.* free: rank 0: RuntimeError.*unexpected pos"
     named = checkpoints.named_if_not_written("the checkpoint", tmp_path / "partial", tmp_path)
