@@ -23,6 +23,7 @@ from accelerate.utils import gather_object
 from random_training import RandomTraining, add_training_arguments
 from schedule_arms import Arm, law_of, listed, predict, scaled, schedule_of
 from schedule_replay import replayed_ranks, time_sizes
+from training_arguments import at_least
 
 from adaptiveload_hf import BucketConfig, LatentShape, make_accelerator
 from adaptiveload_hf.commands.arguments import read_samples
@@ -37,14 +38,20 @@ def parse_args(argv=None) -> argparse.Namespace:
     add_training_arguments(parser)
     add = parser.add_argument
     add("--shapes", type=Path, required=True, help='JSON {"21x60x104": samples, ...}')
-    add("--samples", type=int, help="about this many in all, in the proportions of --shapes")
-    add("--m_mem_tokens", type=int, required=True, help="tokens of a micro-batch that memory allows, in every arm")
+    add("--samples", type=at_least(1), help="about this many in all, in the proportions of --shapes")
+    add(
+        "--m_mem_tokens",
+        type=at_least(1),
+        required=True,
+        help="tokens of a micro-batch that memory allows, in every arm",
+    )
     add("--arms", nargs="+", type=Arm.parse, required=True, metavar="POLICY/BALANCE/KERNELS")
     add("--bucket_config", required=True, help="measured with patched blocks; batch sizes and dealing go by it")
     add("--eager_bucket_config", help="measured with eager blocks: what eager arms are predicted by")
     ways = parser.add_mutually_exclusive_group()
-    ways.add_argument("--predict", type=int, metavar="RANKS", help="train nothing; predict for this many ranks")
-    ways.add_argument("--replay", type=int, nargs="+", metavar="RANKS", help="on one process, for this many ranks")
+    ranks = {"type": at_least(1), "metavar": "RANKS"}
+    ways.add_argument("--predict", **ranks, help="train nothing; predict for this many ranks")
+    ways.add_argument("--replay", **ranks, nargs="+", help="on one process, for this many ranks")
     return parser.parse_args(argv)
 
 

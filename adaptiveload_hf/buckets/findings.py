@@ -35,11 +35,12 @@ def plan_findings(
     if samples_per_step is not None:
         findings.append(_samples_finding(work, sizes, samples_per_step))
     long, short = int(np.argmax(work.tokens)), int(np.argmin(work.tokens))
-    findings.append(
-        f"In the loss, one {work.shapes[long]} weighs as much as {work.tokens[long] / work.tokens[short]:.1f} of "
-        f"{work.shapes[short]} with loss_normalization 'token', 1 with 'sample', "
-        f"{sizes[short] / sizes[long]:.1f} with 'none' (batch sizes {sizes[long]} and {sizes[short]})."
-    )
+    if len(work.shapes) > 1:
+        findings.append(
+            f"In the loss, one {work.shapes[long]} weighs as much as {work.tokens[long] / work.tokens[short]:.1f} of "
+            f"{work.shapes[short]} with loss_normalization 'token', 1 with 'sample', "
+            f"{sizes[short] / sizes[long]:.1f} with 'none' (batch sizes {sizes[long]} and {sizes[short]})."
+        )
     return tuple(finding for finding in findings if finding)
 
 

@@ -250,10 +250,13 @@ def _check_memory(work: Workload, memory: MemoryModel, limit_gib: float, sizes: 
         if gib > limit_gib
     ]
     if over:
-        raise UserError(
-            f"Infeasible under {limit_gib:.1f} GiB: {'; '.join(over)}. Drop these shapes, use activation "
-            "checkpointing, shard over more GPUs or split the sequence (context parallel), then measure again."
-        )
+        remedy = "Lower target_seconds, or take policy 'dual', which has both limits."
+        if sizes.max() == 1:
+            remedy = (
+                "Drop these shapes, use activation checkpointing, shard over more GPUs or split the sequence (context "
+                "parallel), then measure again."
+            )
+        raise UserError(f"Infeasible under {limit_gib:.1f} GiB: {'; '.join(over)}. {remedy}")
 
 
 def _target(work: Workload, policy: str, target_seconds: float | str, samples_per_step: float | None) -> float | None:
