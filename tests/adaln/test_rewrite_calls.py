@@ -276,6 +276,14 @@ def test_an_untested_class_that_differs_runs_its_original_and_warns_once(monkeyp
     assert report.to_dict()["classes"][0]["modulations_fused"] == 0
 
 
+def test_an_untested_class_whose_result_has_another_dtype_differs(monkeypatch):
+    block, fused = NeverSeen(), ops.layer_norm_modulate
+    patch_model(block, verify="always")
+    monkeypatch.setattr(ops, "layer_norm_modulate", lambda *args, **options: fused(*args, **options).double())
+    with pytest.warns(UserWarning, match="NeverSeen differs from the original"):
+        assert block(*tensors()).dtype == torch.float32
+
+
 def test_the_comparison_uses_the_same_random_numbers_and_leaves_none_used_up():
     block = NeverSeenEither()
     arguments = tensors()

@@ -169,6 +169,8 @@ def test_going_on_from_an_earlier_checkpoint_says_which_later_ones_are_there(set
     assert "holds checkpoint-2 of later steps, which 'latest' means" in said
     train_here(setup, run, "--resume_from_checkpoint", run / "checkpoint-2", max_train_steps=2)
     assert "of later steps" not in capsys.readouterr().err
+    train_here(setup, run, "--resume_from_checkpoint", "checkpoint-1", max_train_steps=2)  # takes checkpoint-2's place
+    assert list(checkpoints.checkpoints_in(run)) == [1, 2]
 
 
 def test_a_removal_that_is_killed_leaves_nothing_that_looks_like_a_checkpoint(run, monkeypatch):

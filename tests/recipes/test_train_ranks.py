@@ -15,7 +15,16 @@ from safetensors.torch import load_file, save_file
 from support.accelerators import FSDP2, free_port
 from support.launch import ROOT, command_of, environment_of, launch
 from support.prepared import save_config, save_prepared
-from support.train_ranks import COUNTS, arguments, metrics_of, timeless, train_here, train_on_ranks, work_alone
+from support.train_ranks import (
+    COUNTS,
+    arguments,
+    held_out_loss,
+    metrics_of,
+    timeless,
+    train_here,
+    train_on_ranks,
+    work_alone,
+)
 from support.worlds import on_ranks
 from torch.distributed.checkpoint import FileSystemReader
 from torch.multiprocessing import ProcessExitedException
@@ -224,3 +233,10 @@ def test_runs_killed_at_twenty_random_moments_go_on_bit_for_bit(undisturbed, set
 
 def test_ranks_wait_for_what_the_main_process_does_alone_longer_than_a_collective_may_take():
     assert on_ranks(2, work_alone) == ["made on rank 0"] * 2
+
+
+def test_held_out_samples_count_once_by_their_tokens_also_where_ranks_have_none_left(tmp_path):
+    folder = save_prepared(tmp_path, {"1x4x4": 5, "2x4x8": 2})
+    weights = [1] * 5 + [4] * 2
+    expected = sum(sample * weight for sample, weight in enumerate(weights)) / sum(weights)
+    assert on_ranks(2, held_out_loss, str(folder)) == [pytest.approx(expected)] * 2  # five micro-batches

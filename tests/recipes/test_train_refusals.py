@@ -175,6 +175,7 @@ def test_out_of_memory_names_rank_bucket_and_sizes_and_a_command_that_goes_on(se
     monkeypatch.setattr(train_wan, "run_micro_step", original)
     metrics = train_here(setup, tmp_path / "run", "--batch_sizes", *smaller, max_train_steps=20)
     most = int(smaller[1].removeprefix("1x4x4="))
+    assert most < int(said.split("bucket 1x4x4, B = ")[1].split(",")[0])
     assert max(b["batch_size"] for m in metrics for step in m["micro_batches"] for b in step) <= max(most, 2)
 
 
