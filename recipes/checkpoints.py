@@ -313,12 +313,10 @@ def keep_metrics_until(path: Path, step: int) -> None:
     """Drops the lines of steps that are about to be done again, so that each step has one line."""
     if not path.exists():
         return
-    lines = path.read_text(errors="replace").splitlines(keepends=True)
-    kept = [line for line in lines if _step_of(line) <= step]
-    if len(kept) < len(lines):
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(kept))
-        os.replace(partial, path)
+    partial = path.with_suffix(".partial")
+    with open(path, errors="replace") as lines, open(partial, "w") as kept:
+        kept.writelines(line for line in lines if _step_of(line) <= step)
+    os.replace(partial, path)
 
 
 def _step_of(line: str) -> float:
