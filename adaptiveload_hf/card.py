@@ -1,5 +1,8 @@
 """What does a bucket config's page on the Hub say?"""
 
+from pathlib import Path
+from typing import Any
+
 from huggingface_hub import ModelCardData
 
 from .figures import can_draw
@@ -33,16 +36,14 @@ _ORIGINS = {
 }
 
 
-def write_card(config, folder, repo_id):
-    """
-    Write the card, and its picture where matplotlib is installed.
+def write_card(config: Any, folder: Path, repo_id: str | None) -> list[str]:
+    """Write the card, and its picture where matplotlib is installed.
 
     Args:
         config: the `BucketConfig`.
-        folder: `pathlib.Path`.
         repo_id: Hub id for the example, or None.
 
-    Returns: names of the files written, list[str].
+    Returns: names of the files written.
     """
     files = [CARD_FILE]
     if config.measurements and can_draw():

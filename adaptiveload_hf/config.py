@@ -94,8 +94,7 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         fit: CostFit | None = None,
         origin: str = "benchmark",
     ) -> "BucketConfig":
-        """
-        Fit the cost law (and the memory law where memory was measured).
+        """Fit the cost law (and the memory law where memory was measured).
 
         Args:
             measurements: `Measurement`s of one set-up.
@@ -134,8 +133,7 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
     def from_flops(
         cls, transformer_config: Any, *, batch_sizes: Mapping | None = None, text_tokens: int | None = None
     ) -> "BucketConfig":
-        """
-        Without measuring: a cost proportional to the FLOPs of a transformer, which is enough to balance ranks.
+        """Without measuring: a cost proportional to the FLOPs of a transformer, which is enough to balance ranks.
 
         Args:
             transformer_config: a diffusers transformer, its `config`, or a folder with its config.json.
@@ -173,8 +171,7 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         force_download: bool = False,
         local_files_only: bool = False,
     ) -> "BucketConfig":
-        """
-        Load from a folder or from the Hub. Only JSON is read; nothing in the files is executed.
+        """Load from a folder or from the Hub. Only JSON is read; nothing in the files is executed.
 
         Args:
             pretrained_model_name_or_path: a folder that `save_pretrained` wrote, or a Hub id such as "user/repo".
@@ -211,8 +208,7 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         return config
 
     def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False, **push_options: Any) -> None:
-        """
-        Write `bucket_config.json`, `measurements.jsonl`, the card `README.md` and, with matplotlib, its picture.
+        """Write `bucket_config.json`, `measurements.jsonl`, the card `README.md` and, with matplotlib, its picture.
 
         Args:
             save_directory: folder, created if missing.
@@ -230,15 +226,14 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
             self._push(folder, push_options.pop("repo_id", folder.resolve().name), **push_options)
 
     def push_to_hub(self, repo_id: str, *, saved_in: str | Path | None = None, **options: Any) -> str:
-        """
-        Upload the files that `save_pretrained` writes to a model repository, created if missing.
+        """Upload the files that `save_pretrained` writes to a model repository, created if missing.
 
         Args:
             repo_id: "user/repo", or "repo" for your own namespace.
             saved_in: folder with this config, if there is one, so that a failed push keeps no other.
             options: `token`, `private`, `revision` and `commit_message` of `hub.push_folder`.
 
-        Returns: URL of the commit, str.
+        Returns: URL of the commit.
 
         Raises:
             UserError: as in `hub.push_folder`; the message names the folder that has the files.
@@ -267,8 +262,7 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         batch_sizes: Mapping | None = None,
         samples_per_step: float | None = None,
     ) -> BucketPlan:
-        """
-        `buckets.plan.make_plan` with this config's laws.
+        """`buckets.plan.make_plan` with this config's laws.
 
         Args:
             shape_counts: samples by `LatentShape`.
@@ -309,8 +303,7 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         samples_per_step: float | None = None,
         **options: Any,
     ) -> list[ComparisonRow]:
-        """
-        `buckets.simulate.compare` of plans by this config. The baseline is what trains without this package: batch
+        """`buckets.simulate.compare` of plans by this config. The baseline is what trains without this package: batch
         sizes of equal tokens, or the config's own, in random order.
 
         Args:
@@ -318,8 +311,6 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
             samples_per_step: for "dual" alone.
             options: further arguments of `plan`.
             the rest: as in `buckets.simulate.compare`.
-
-        Returns: list of `buckets.simulate.ComparisonRow`.
         """
         baseline = "fixed" if self.batch_sizes else "equal_token"
 
@@ -342,14 +333,13 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         return self._plan_options(world_size, accumulation, memory_limit_gib)[1]
 
     def check_environment(self, environment: dict[str, Any], model: dict[str, Any] | None = None) -> list[str]:
-        """
-        List where this config was measured otherwise than it is to be used.
+        """List where this config was measured otherwise than it is to be used.
 
         Args:
             environment: as in `from_measurements`; only keys that both sides have are compared.
             model: likewise, or None.
 
-        Returns: one sentence a difference, as list[str].
+        Returns: one sentence a difference.
         """
         model = plain(model or {}, "model")
         return differences(self.environment, environment) + [

@@ -7,14 +7,17 @@ import os
 import tempfile
 import warnings
 from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from .buckets.cost import FlopCount, MemoryModel, cost_model_from_dict, read_measurements
+from .buckets.cost import FlopCount, Measurement, MemoryModel, cost_model_from_dict, read_measurements
 from .buckets.deal import check_balance
+from .buckets.fit import CandidateFit
 from .buckets.plan import POLICIES, Bucket, BucketPlan
-from .buckets.shapes import LatentShape
+from .buckets.shapes import LatentShape, TokenGeometry
 from .card import CARD_FILE, LIBRARY, write_card
 from .errors import UserError
 
@@ -28,8 +31,8 @@ ORIGINS = ("benchmark", "training_log", "counted")
 _LARGEST = 1e12  # of any number: no product of a few of them leaves the range of float64
 
 
-def cost_fields(candidate):
-    """What the file says of a fitted law: a `CandidateFit`."""
+def cost_fields(candidate: CandidateFit) -> dict:
+    """What the file says of a fitted law."""
     errors = {
         "median": candidate.median_error,
         "max": candidate.max_error,
@@ -38,9 +41,8 @@ def cost_fields(candidate):
     return {"kind": candidate.model.kind, "parameters": candidate.model.parameters, "errors": errors}
 
 
-def plain(value, field):
-    """
-    JSON's own types for what configs are built from: NumPy scalars and arrays, tuples, shapes as keys or values.
+def plain(value: Any, field: str) -> Any:
+    """JSON's own types for what configs are built from: NumPy scalars and arrays, tuples, shapes as keys or values.
 
     Args:
         value: any of these, nested.
@@ -66,14 +68,10 @@ def plain(value, field):
     raise UserError(f"{field} must be a JSON value, but it is a {type(value).__name__}. Pass a str, number or list.")
 
 
-def read_fields(path):
-    """
-    Read `bucket_config.json` without the keys that diffusers adds.
+def read_fields(path: Path) -> dict:
+    """Read `bucket_config.json` without the keys that diffusers adds.
 
-    Args:
-        path: `pathlib.Path` of the file.
-
-    Returns: dict with the keys FIELDS; an older `format_version` is brought up to FORMAT_VERSION.
+    Returns: the keys FIELDS; an older `format_version` is brought up to FORMAT_VERSION.
 
     Raises:
         UserError: no such file, no JSON, a newer `format_version`, a key missing, unknown or there twice.
@@ -109,7 +107,7 @@ def read_fields(path):
     return fields
 
 
-def take_once(path):
+def take_once(path: Path) -> Callable[[list[tuple[str, Any]]], dict]:
     """The `object_pairs_hook` of json that refuses a name which an object of this file has twice."""
 
     def take(pairs):
@@ -122,14 +120,10 @@ def take_once(path):
     return take
 
 
-def read_config_measurements(path):
-    """
-    Read `measurements.jsonl` of a config.
+def read_config_measurements(path: Path) -> tuple[list[Measurement], list[str]]:
+    """Read `measurements.jsonl` of a config.
 
-    Args:
-        path: `pathlib.Path` of the file.
-
-    Returns: (list of `Measurement`, list of str: one problem for each line that was left out).
+    Returns: (the measurements, a sentence for each line that was left out).
 
     Raises:
         UserError: no such file, or no whole line in it.
@@ -145,17 +139,16 @@ def read_config_measurements(path):
     return measurements, problems
 
 
-def write_folder(config, folder, repo_id):
-    """
-    Write a `BucketConfig`, its measurements and its card, each of them whole: a full disk or Ctrl-C loses nothing.
+def write_folder(config: Any, folder: Path, repo_id: str | None) -> list[str]:
+    """Write a `BucketConfig`, its measurements and its card, each of them whole: a full disk or Ctrl-C loses nothing.
 
     A README.md that is no bucket config's stays, with a warning: the folder is a project's.
 
     Args:
-        folder: `pathlib.Path`, made if missing.
+        folder: made if missing.
         repo_id: Hub id for the card's example, or None.
 
-    Returns: names of the files written, list[str].
+    Returns: names of the files written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder) as name:
@@ -176,14 +169,13 @@ def write_folder(config, folder, repo_id):
     return files
 
 
-def is_counted(fields):
+def is_counted(fields: Mapping) -> bool:
     """Whether the cost was counted from a model's config, so that there are no measurements."""
     return isinstance(fields["cost_model"], dict) and fields["cost_model"].get("kind") == FlopCount.kind
 
 
-def check_fields(fields):
-    """
-    Check each field that is computed with.
+def check_fields(fields: Mapping) -> None:
+    """Check each field that is computed with.
 
     Args:
         fields: dict with the keys FIELDS.
@@ -214,7 +206,7 @@ def check_fields(fields):
             _check_count(size, f"batch_sizes.{shape}")
 
 
-def check_tokens(measurements, geometry):
+def check_tokens(measurements: Iterable[Measurement], geometry: TokenGeometry) -> None:
     """
     Raises:
         UserError: a measurement whose tokens are not what the geometry makes of its shape.

@@ -1,19 +1,21 @@
 """On what was a config measured, and what of it holds on other hardware and other ranks?"""
 
 from dataclasses import replace
+from typing import Any
 
 import accelerate
 import diffusers
 import torch
 
 from . import __version__
+from .buckets.cost import MemoryModel
 
 MEMORY_RESERVE = 0.1  # of the GPU's memory: CUDA context, NCCL buffers and fragmentation, which no measurement sees
 # The plan is made anew for the user's own ranks and accumulation, so those two may differ.
 _MAY_DIFFER = ("world_size", "gradient_accumulation_steps")
 
 
-def current_environment():
+def current_environment() -> dict[str, Any]:
     """The part of `environment` that this machine knows by itself: `gpu`, `gpu_memory_gib` and `versions`."""
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     packages = (torch, diffusers, accelerate)
@@ -24,15 +26,14 @@ def current_environment():
     }
 
 
-def differences(measured, here):
-    """
-    List where two environments differ.
+def differences(measured: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    """List where two environments differ.
 
     Args:
         measured, here: `environment` of a config and of this run; only keys that both have are compared.
             World size and accumulation are not: plans are made for those at hand.
 
-    Returns: one sentence a difference, as list[str].
+    Returns: one sentence a difference.
     """
     measured, here = _flat(measured), _flat(here)
     return [
@@ -42,9 +43,8 @@ def differences(measured, here):
     ]
 
 
-def memory_limit(measured):
-    """
-    GiB of a rank that plans may use: all but MEMORY_RESERVE of the GPU here, or without one of the measured GPU.
+def memory_limit(measured: dict[str, Any]) -> tuple[float | None, str | None]:
+    """GiB of a rank that plans may use: all but MEMORY_RESERVE of the GPU here, or without one of the measured GPU.
 
     Args:
         measured: `environment` of a config.
@@ -62,9 +62,10 @@ def memory_limit(measured):
     return limit, words + "."
 
 
-def memory_elsewhere(memory, measured, world_size, accumulation):
-    """
-    The memory law on another number of ranks than the measured one, and with other accumulation.
+def memory_elsewhere(
+    memory: MemoryModel, measured: dict[str, Any], world_size: int, accumulation: int
+) -> tuple[MemoryModel, list[str]]:
+    """The memory law on another number of ranks than the measured one, and with other accumulation.
 
     With more than one micro-step a rank keeps its gradients while the next one's activations live. FSDP2 shards
     weights, gradients and optimizer state over all ranks, so on fewer ranks each holds more: at most base_gib and
@@ -103,7 +104,7 @@ def memory_elsewhere(memory, measured, world_size, accumulation):
     ]
 
 
-def assumptions(measured, world_size):
+def assumptions(measured: dict[str, Any], world_size: int) -> list[str]:
     """What a plan takes for granted where it is made for other ranks or another GPU than were measured, list[str]."""
     found, here = [], current_environment()["gpu"]
     ranks = measured.get("world_size")
@@ -117,7 +118,7 @@ def assumptions(measured, world_size):
     return found
 
 
-def _flat(environment):
+def _flat(environment: dict[str, Any]) -> dict[str, Any]:
     """Nested keys as "versions.torch"."""
     flat = {}
     for key, value in environment.items():
@@ -125,7 +126,7 @@ def _flat(environment):
     return flat
 
 
-def _same(measured, here):
+def _same(measured: object, here: object) -> bool:
     if isinstance(measured, float) and isinstance(here, int | float):
         return abs(measured - here) <= 0.01 * abs(measured)
     return measured == here

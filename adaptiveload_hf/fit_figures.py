@@ -1,7 +1,10 @@
 """Which pictures show how well each fitted law meets the measured steps?"""
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from .buckets.cost import CostModel, Measurement
 from .figures import OTHER, PAPER, TEXT, USED, new_figure, plain_log, tidy, to_png, token_colours
 
 LAWS = {
@@ -13,16 +16,15 @@ _NEAR = 0.1  # the band that a good law stays in
 _MOST_SHAPES = 24
 
 
-def fit_png(measurements, laws, used):
-    """
-    One panel a law: what it predicts for each measured micro-batch, against what that took.
+def fit_png(measurements: Sequence[Measurement], laws: dict[str, CostModel], used: str) -> bytes:
+    """One panel a law: what it predicts for each measured micro-batch, against what that took.
 
     Args:
-        measurements: list of `Measurement`; those that ran out of memory are left out.
-        laws: dict of kind -> `CostModel`, all fitted to these measurements.
+        measurements: those that ran out of memory are left out.
+        laws: by kind, all fitted to these measurements.
         used: the kind that plans are made with.
 
-    Returns: PNG, bytes.
+    Returns: PNG.
     """
     timed = [m for m in measurements if not m.oom]
     seconds = np.array([m.seconds for m in timed])
@@ -52,14 +54,13 @@ def fit_png(measurements, laws, used):
     return to_png(figure)
 
 
-def errors_png(measurements, laws, used):
-    """
-    One row a shape: by how much each law misses each of its measurements.
+def errors_png(measurements: Sequence[Measurement], laws: dict[str, CostModel], used: str) -> bytes:
+    """One row a shape: by how much each law misses each of its measurements.
 
     Args:
         as for `fit_png`.
 
-    Returns: PNG, bytes.
+    Returns: PNG.
     """
     timed = [m for m in measurements if not m.oom]
     shapes = sorted({(m.tokens, m.shape) for m in timed})

@@ -4,7 +4,9 @@ import logging
 import re
 import shlex
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import (
     HfFileSystem,
@@ -29,6 +31,9 @@ from huggingface_hub.utils import validate_repo_id
 
 from .errors import UserError
 
+if TYPE_CHECKING:
+    import datasets
+
 # A refused connection is no HfHubHTTPError; it shares that error's base in the HTTP library that huggingface_hub uses.
 _HUB_FAILURES = (OSError, *HfHubHTTPError.__bases__)
 # What huggingface_hub makes of a large file's failed upload; the reason is its cause.
@@ -40,7 +45,7 @@ _PAUSES = (2, 10)  # seconds, where the Hub does not say how long
 _log = logging.getLogger(__name__)
 
 
-def is_hub_id(name):
+def is_hub_id(name: object) -> bool:
     """Whether `name` reads user/repo and is no path of this machine, so that a public card may name it."""
     if not isinstance(name, str) or name.count("/") != 1 or Path(name).exists():
         return False
@@ -51,17 +56,16 @@ def is_hub_id(name):
     return True
 
 
-def download(repo_id, files, *, revision, **options):
-    """
-    Fetch files of one commit into the cache.
+def download(repo_id: str, files: list[str], *, revision: str | None, **options: Any) -> Path:
+    """Fetch files of one commit into the cache.
 
     Args:
         repo_id: "user/repo", a model repository.
-        files: their names, list[str].
+        files: their names.
         revision: branch, tag or commit; None is the main branch.
         options: `token`, `cache_dir`, `force_download`, `local_files_only` of `huggingface_hub.snapshot_download`.
 
-    Returns: `pathlib.Path` of the folder that holds them.
+    Returns: the folder that holds them.
 
     Raises:
         UserError: no such repository or revision, no right to read it, or no connection and nothing in the cache.
@@ -87,15 +91,14 @@ def download(repo_id, files, *, revision, **options):
         ) from error
 
 
-def read_dataset_column(repo_id, column):
-    """
-    One column of a dataset on the Hub. Of its Parquet files only this column's bytes are fetched.
+def read_dataset_column(repo_id: str, column: str) -> "datasets.Dataset":
+    """One column of a dataset on the Hub. Of its Parquet files only this column's bytes are fetched.
 
     Args:
         repo_id: "user/repo", a dataset repository.
         column: name.
 
-    Returns: `datasets.Dataset` with that column.
+    Returns: a dataset with that column alone.
 
     Raises:
         UserError: no such dataset, no Parquet files, another set of columns, or no connection.
@@ -132,9 +135,8 @@ def read_dataset_column(repo_id, column):
     return datasets.Dataset(pyarrow.concat_tables(tables))
 
 
-def full_id(repo_id, *, token=None):
-    """
-    "user/repo" of what may be "repo" in one's own namespace.
+def full_id(repo_id: str, *, token: str | bool | None = None) -> str:
+    """ "user/repo" of what may be "repo" in one's own namespace.
 
     Raises:
         UserError: no Hub id, not logged in, or the Hub fails.
@@ -152,17 +154,24 @@ def full_id(repo_id, *, token=None):
 
 
 def push_folder(
-    folder, files, repo_id, *, token=None, private=None, revision=None, saved_in=None, commit_message="Upload files"
-):
-    """
-    Upload files of a folder, and nothing else in it, to a model repository, which is made if missing.
+    folder: str | Path,
+    files: list[str],
+    repo_id: str,
+    *,
+    token: str | bool | None = None,
+    private: bool | None = None,
+    revision: str | None = None,
+    saved_in: str | Path | None = None,
+    commit_message: str = "Upload files",
+) -> str:
+    """Upload files of a folder, and nothing else in it, to a model repository, which is made if missing.
 
     Files that are there already are not uploaded again. Where the Hub asks to wait (429), stumbles (5xx) or drops the
     connection, it is asked again, with pauses of 330 seconds in all at most.
 
     Args:
         folder: where they lie, saved already: a failure loses nothing.
-        files: their names, or patterns such as "transformer/*", list[str].
+        files: their names, or patterns such as "transformer/*".
         repo_id: "user/repo", or "repo" for one's own namespace.
         token: one that may write; None takes that of `hf auth login`.
         private: whether a new repository is private; None leaves it to the Hub's defaults.
@@ -170,7 +179,7 @@ def push_folder(
         saved_in: the folder that messages name, where `folder` does not stay.
         commit_message: title of the commit.
 
-    Returns: URL of the commit, str.
+    Returns: URL of the commit.
 
     Raises:
         UserError: not logged in, no right to write, another visibility than asked for, a card that the Hub refuses, or
@@ -194,7 +203,7 @@ def push_folder(
     return commit.commit_url
 
 
-def _make_repository(repo_id, token, private):
+def _make_repository(repo_id: str, token: str | bool | None, private: bool | None) -> str:
     """The full id of a model repository, which is made unless it exists."""
     repo_id = _patiently(create_repo, repo_id, token=token, private=private, exist_ok=True).repo_id
     is_private = None if private is None else _patiently(model_info, repo_id, token=token).private
@@ -207,7 +216,7 @@ def _make_repository(repo_id, token, private):
     return repo_id
 
 
-def _patiently(call, *arguments, **options):
+def _patiently(call: Callable, *arguments: Any, **options: Any) -> Any:
     """What `call` returns; it is called again where the Hub asks to wait, stumbles or drops the connection."""
     pauses, waited = iter(_PAUSES), 0
     while True:
@@ -222,7 +231,7 @@ def _patiently(call, *arguments, **options):
         time.sleep(pause)
 
 
-def _may_pass(error):
+def _may_pass(error: Exception) -> bool:
     """Whether the same call may work later: too many requests, a fault of the server, a lost connection."""
     status = _status(error)
     if isinstance(error, LocalEntryNotFoundError) and status is None:
@@ -233,17 +242,17 @@ def _may_pass(error):
     return status == 429 or status >= 500 if status else not local
 
 
-def _status(error):
+def _status(error: BaseException) -> int | None:
     response = getattr(_cause(error), "response", None)
     return None if response is None else response.status_code
 
 
-def _cause(error):
+def _cause(error: BaseException) -> BaseException:
     wraps = isinstance(error, RuntimeError | LocalEntryNotFoundError) and error.__cause__ is not None
     return error.__cause__ if wraps else error
 
 
-def _asked_pause(error):
+def _asked_pause(error: BaseException) -> int | None:
     """Seconds that the Hub asks to wait, with one more against rounding, or None."""
     if not _status(error):
         return None
@@ -254,15 +263,15 @@ def _asked_pause(error):
     return int(asked[1]) + 1 if asked else None
 
 
-def _short(error):
+def _short(error: BaseException) -> str:
     return f"status {_status(error)}" if _status(error) else _one_line(_cause(error))
 
 
-def _one_line(error):
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()).removesuffix(".")
 
 
-def _reason(error, repo_id):
+def _reason(error: Exception, repo_id: str) -> str:
     if isinstance(error, OfflineModeIsEnabled):
         return f"Nothing is pushed to {repo_id} while HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) is set. Unset it."
     if isinstance(error, LocalTokenNotFoundError):
@@ -279,7 +288,9 @@ def _reason(error, repo_id):
     return f"Pushing to {repo_id} failed: {_one_line(_cause(error))}."
 
 
-def _upload_command(folder, files, repo_id, private, revision):
+def _upload_command(
+    folder: str | Path, files: list[str], repo_id: str, private: bool | None, revision: str | None
+) -> str:
     words = ["hf", "upload", repo_id, str(folder), "."]
     words += [word for name in files for word in ("--include", name)]
     words += (["--private"] if private else []) + (["--revision", revision] if revision else [])

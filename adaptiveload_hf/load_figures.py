@@ -1,7 +1,12 @@
 """Which pictures show what limits each bucket, and how long ranks work and wait?"""
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from .buckets.plan import BucketPlan
+from .buckets.schedule import EpochSchedule
+from .buckets.shapes import LatentShape
 from .figures import LIMIT, OTHER, TEXT, USED, WAITING, new_figure, tidy, to_png, token_colours
 
 MICRO_STEPS = 50
@@ -9,16 +14,14 @@ _MOST_LANES, _MOST_BUCKETS = 16, 30
 BOUND_BY = {"compute": "time", "memory": "memory", "one": "one sample", "given": "given"}
 
 
-def buckets_png(plan, unit, memory_limit_gib):
-    """
-    One row a bucket: seconds and memory of its micro-batch, against the two limits; the one that binds is dark.
+def buckets_png(plan: BucketPlan, unit: str, memory_limit_gib: float | None) -> bytes:
+    """One row a bucket: seconds and memory of its micro-batch, against the two limits; the one that binds is dark.
 
     Args:
-        plan: `BucketPlan`.
         unit: of the cost model.
         memory_limit_gib: what memory was planned with, or None.
 
-    Returns: PNG, bytes.
+    Returns: PNG.
     """
     keep = np.unique(np.linspace(0, len(plan.buckets) - 1, _MOST_BUCKETS).round().astype(int))
     buckets = [plan.buckets[i] for i in sorted(keep, key=lambda i: plan.buckets[i].tokens)]
@@ -59,18 +62,19 @@ def buckets_png(plan, unit, memory_limit_gib):
     return to_png(figure)
 
 
-def ranks_png(schedules, shapes, tokens, unit):
-    """
-    One lane a rank over the first micro-steps: each bar is a micro-batch, grey is waiting for the slowest rank.
+def ranks_png(
+    schedules: dict[str, EpochSchedule], shapes: Sequence[LatentShape], tokens: list[int], unit: str
+) -> bytes:
+    """One lane a rank over the first micro-steps: each bar is a micro-batch, grey is waiting for the slowest rank.
     The panels hold different samples, so each says how many, and how long the whole epoch takes.
 
     Args:
-        schedules: dict of title -> `EpochSchedule`, drawn one below the other.
-        shapes: `LatentShape` of each bucket number, in the schedules' order.
+        schedules: by title, drawn one below the other.
+        shapes: of each bucket number, in the schedules' order.
         tokens: of each.
         unit: of the cost model.
 
-    Returns: PNG, bytes.
+    Returns: PNG.
     """
     lanes = min(_MOST_LANES, max(schedule.world_size for schedule in schedules.values()))
     figure = new_figure(12, 1.3 + len(schedules) * (0.9 + 0.2 * lanes))

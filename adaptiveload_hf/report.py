@@ -2,13 +2,16 @@
 
 import base64
 import json
+from collections.abc import Mapping
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from .buckets.fit import fit_cost_model
 from .buckets.schedule import schedule_epoch
+from .buckets.shapes import LatentShape
 from .buckets.simulate import simulate
 from .environment import memory_limit
 from .errors import UserError
@@ -50,22 +53,29 @@ _WORDS = {
 
 
 def write_report(
-    output, config, shape_counts, *, world_size, gradient_accumulation_steps, run=None, vae_scale=(4, 8), **options
-):
-    """
-    Write the page, and its pictures into a folder beside it.
+    output: str | Path,
+    config: Any,
+    shape_counts: Mapping[LatentShape, int],
+    *,
+    world_size: int,
+    gradient_accumulation_steps: int,
+    run: str | Path | None = None,
+    vae_scale: tuple[int, int] = (4, 8),
+    **options: Any,
+) -> tuple[list[Path], list[str]]:
+    """Write the page, and its pictures into a folder beside it.
 
     Args:
         output: path of the HTML file; its folder is made if missing. `report.html` has `report_pictures/*.png`.
         config: `BucketConfig`.
-        shape_counts: samples by `LatentShape`.
+        shape_counts: samples of each shape.
         world_size: data ranks W.
         gradient_accumulation_steps: K.
         run: folder with `metrics.jsonl`, or None.
         vae_scale: frames and pixels that one latent stands for.
         options: further arguments of `config.plan`.
 
-    Returns: (the files written, the page first; problems of the run's metrics, each named by its line, list[str]).
+    Returns: (the files written, the page first; problems of the run's metrics, each named by its line).
 
     Raises:
         UserError: matplotlib is missing, or the run has no metrics.
@@ -106,14 +116,13 @@ def write_report(
     return written, problems
 
 
-def read_metrics(path):
-    """
-    Read the metrics of a run, the last record of each step where a resumed run repeated some.
+def read_metrics(path: str | Path) -> tuple[list[dict], list[str]]:
+    """Read the metrics of a run, the last record of each step where a resumed run repeated some.
 
     Args:
         path: `metrics.jsonl`.
 
-    Returns: (records sorted by step, list[dict]; problems, list[str], one for each line left out).
+    Returns: (records sorted by step, one problem for each line left out).
 
     Raises:
         UserError: no such file, or nothing usable in it.

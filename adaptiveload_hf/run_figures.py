@@ -19,14 +19,13 @@ _PANELS = (
 _FEWEST_FOR_MEAN = 24
 
 
-def run_png(records):
-    """
-    One panel for each metric of a run, by optimizer step, with a running mean where there are enough steps for one.
+def run_png(records: list[dict]) -> bytes:
+    """One panel for each metric of a run, by optimizer step, with a running mean where there are enough steps for one.
 
     Args:
-        records: lines of metrics.jsonl, list[dict], sorted by step.
+        records: lines of metrics.jsonl, sorted by step.
 
-    Returns: PNG, bytes.
+    Returns: PNG.
     """
     panels = [panel for panel in _PANELS if _series(records, next(iter(panel[2])))[0]]
     figure = new_figure(11, 0.6 + 1.9 * len(panels))

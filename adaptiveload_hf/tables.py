@@ -3,13 +3,15 @@
 import json
 import shlex
 import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 
-def print_json(value):
+def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, allow_nan=False))
 
 
-def print_table(header, rows):
+def print_table(header: Sequence[str], rows: Iterable[Iterable]) -> None:
     """A table; on a terminal too narrow for it one line a cell. Nothing is folded or cut off."""
     from rich import box
     from rich.console import Console
@@ -32,15 +34,15 @@ def print_table(header, rows):
         console.print(table)
 
 
-def say(words):
+def say(words: str) -> None:
     print(words, file=sys.stderr)
 
 
-def say_next(*words):
+def say_next(*words: str) -> None:
     say("next: " + shlex.join(words))
 
 
-def in_unit(fields, unit):
+def in_unit(fields: Any, unit: str) -> Any:
     """The same for JSON; where the cost is no time, no key says seconds, and nothing is per second."""
     if unit == "seconds":
         return fields
