@@ -1,5 +1,6 @@
 """How do the processes of one launch, and the threads of each, share a list of work?"""
 
+import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -7,12 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 
-import torch.distributed
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object
+from torch.distributed.distributed_c10d import _get_default_store
 
 from adaptiveload_hf import make_accelerator
 from adaptiveload_hf.errors import UserError
+
+_waits = itertools.count()  # the same number on all ranks
 
 
 def join_processes() -> Accelerator:
@@ -22,17 +25,15 @@ def join_processes() -> Accelerator:
 
 @contextmanager
 def others_wait(accelerator: Accelerator) -> Iterator[None]:
-    """A block at whose end all processes meet, and in which the main one may work alone for hours.
+    """A block that the main process may work in for hours, for the others leave it only after it.
 
-    NCCL ends a run whose ranks have waited for 600 seconds, which the upload of a large model may take.
+    NCCL ends a run whose ranks have waited for 600 seconds, which the upload of a large model may take. Asking the
+    launcher's store has no such limit, and needs no other port or backend.
     """
-    group = None
-    if accelerator.num_processes > 1:
-        group = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=30))
     yield
-    if group is not None:
-        torch.distributed.barrier(group)
-        torch.distributed.destroy_process_group(group)
+    if accelerator.num_processes > 1:
+        store, key = _get_default_store(), f"main_is_done_{next(_waits)}"
+        store.set(key, "") if accelerator.is_main_process else store.wait([key], timedelta(days=30))
 
 
 def own_share(accelerator: Accelerator, items: Sequence) -> list:
