@@ -1,5 +1,8 @@
 """Which blocks of diffusers need an adapter?"""
 
+import itertools
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -85,10 +88,10 @@ def patch_tokens(convolution: nn.Module, x: Tensor) -> Tensor:
 
 def product_of_patches(convolution: nn.Module, x: Tensor) -> Tensor:
     """A convolution of patches that do not overlap, [B, C, ...], as one matrix product of them: [B, S, D]."""
-    axes = len(convolution.kernel_size)
-    for axis, size in enumerate(convolution.kernel_size):
-        x = x.unflatten(2 + 2 * axis, (-1, size))
-    patches = x.permute(0, *range(2, x.ndim, 2), 1, *range(3, x.ndim, 2)).flatten(axes + 1).flatten(1, axes)
+    sizes = [(length // step, step) for length, step in zip(x.shape[2:], convolution.kernel_size)]
+    patches = x.reshape(*x.shape[:2], *itertools.chain(*sizes))
+    patches = patches.permute(0, *range(2, patches.ndim, 2), 1, *range(3, patches.ndim, 2))
+    patches = patches.reshape(x.shape[0], math.prod(places for places, _ in sizes), -1)
     return functional.linear(patches, convolution.weight.flatten(1), convolution.bias)
 
 

@@ -53,7 +53,7 @@ def project(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
     if None in found:
         return tuple(linear(x) for linear in linears)
     tensors = [tensor for projection in found for tensor in projection[:4]]
-    return _apply(False, tuple(projection.scaling for projection in found), tensors, x, *trained_of(tensors))
+    return _applied(False, tuple(projection.scaling for projection in found), tensors, x)
 
 
 def project_heads(x: Tensor, linear: nn.Module) -> Tensor:
@@ -61,7 +61,12 @@ def project_heads(x: Tensor, linear: nn.Module) -> Tensor:
     found = projection_of(linear, x) if type(linear) is not nn.Linear and is_plain(x) else None
     if found is None:
         return linear(x.transpose(1, 2).flatten(2))
-    return _apply(True, found[4:], found[:4], x, *trained_of(found[:4]))[0]
+    return _applied(True, found[4:], found[:4], x)[0]
+
+
+def _applied(heads_first: bool, scalings: Sequence[float], tensors: Sequence[Tensor | None], x: Tensor):
+    needs = needs_of(tensors)
+    return _apply(heads_first, scalings, needs, tensors, x, *itertools.compress(tensors, needs))
 
 
 class _Project(torch.autograd.Function):
@@ -72,7 +77,7 @@ class _Project(torch.autograd.Function):
     `apply` costs the host time."""
 
     @staticmethod
-    def forward(ctx, heads_first, scalings, tensors, x, *_):
+    def forward(ctx, heads_first, scalings, needs, tensors, x, *_):
         stream = x.transpose(1, 2).flatten(2) if heads_first else x
         rows, ys, hs = stream.flatten(0, -2), [], []
         for scaling, projection in zip(scalings, in_fours(tensors)):
@@ -82,20 +87,20 @@ class _Project(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, *hs)
         keep(ctx, *tensors)
-        ctx.heads_first, ctx.scalings, ctx.needs = heads_first, scalings, needs_of(tensors)
+        ctx.heads_first, ctx.scalings, ctx.needs = heads_first, scalings, needs
         return tuple(ys)
 
     @staticmethod
     def backward(ctx, *grads):
         (x, *hs), tensors = ctx.saved_tensors, in_fours(kept(ctx))
-        needs_dx, needs = ctx.needs_input_grad[3], ctx.needs
+        needs_dx, needs = ctx.needs_input_grad[4], ctx.needs
         of = x.transpose(1, 2) if ctx.heads_first else x
         rows = (of.flatten(2) if ctx.heads_first else of).flatten(0, -2)
         dx, found = differentiated(rows, grads, ctx.scalings, tensors, hs, in_fours(needs), needs_dx)
         if dx is not None:
             dx = dx.view(of.shape)
             dx = dx.transpose(1, 2) if ctx.heads_first else dx
-        return None, None, None, dx, *itertools.compress(found, needs)
+        return None, None, None, None, dx, *itertools.compress(found, needs)
 
 
 # Function.apply looks at every argument for what torch.func leaves behind, which `is_plain` has excluded.
@@ -169,13 +174,8 @@ def _scaled_product(left: Tensor, right: Tensor, factor: float, like: Tensor) ->
     return torch.addmm(like, left, right, beta=0, alpha=factor)
 
 
-def trained_of(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    """Those that need a gradient."""
-    return [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
-
-
 def needs_of(tensors: Sequence[Tensor | None]) -> list[bool]:
-    """Which of them `trained_of` holds."""
+    """Which of them need a gradient."""
     return [tensor is not None and tensor.requires_grad for tensor in tensors]
 
 

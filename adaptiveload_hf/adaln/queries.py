@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import ops as fused_ops
-from .projections import differentiated, in_fours, is_plain, needs_of, projected, projection_of, trained_of
+from .projections import differentiated, in_fours, is_plain, needs_of, projected, projection_of
 from .reference import compute_dtype, inverse_rms
 from .registry import bits_of, gradients_of, keep, kept, run
 from .runtime import FusedOps
@@ -64,27 +64,27 @@ def queries_keys_values(
         if projection is None:
             return None
         found.append(projection)
-    norm_q, norm_k = norms[0].weight, norms[1].weight
+    norm_q, norm_k = (norm._parameters["weight"] for norm in norms)
     if norm_q.shape[0] != found[0].weight.shape[0] or norm_k.shape[0] != found[1].weight.shape[0]:
         return None  # it is refused where it is called
-    of_x = 3 if text is None else 1
-    if torch.is_grad_enabled() and (
-        _is_kept_for_nothing(x, found[:of_x]) or (text is not None and _is_kept_for_nothing(text, found[of_x:]))
-    ):
-        return None
     (*q, scaling_q), (*k, scaling_k), (*v, scaling_v) = found
-    eps, scalings = (norms[0].eps, norms[1].eps), (scaling_q, scaling_k, scaling_v)
-    settings = _Settings(attn.heads, heads_first, eps, of_x, scalings, bool(ops.options))
     cos, sin = (None, None) if rotary_emb is None else rotary_emb
     tensors = cos, sin, norm_q, norm_k, *q, *k, *v
-    return _apply(settings, tensors, x, text, *trained_of(tensors))
+    needs, of_x = needs_of(tensors), 3 if text is None else 1
+    of_linears = in_fours(needs)[1:]
+    if torch.is_grad_enabled() and (
+        _is_kept_for_nothing(x, of_linears[:of_x])
+        or (text is not None and _is_kept_for_nothing(text, of_linears[of_x:]))
+    ):
+        return None
+    eps, scalings = (norms[0].eps, norms[1].eps), (scaling_q, scaling_k, scaling_v)
+    settings = _Settings(attn.heads, heads_first, eps, of_x, scalings, bool(ops.options))
+    return _apply(settings, needs, tensors, x, text, *itertools.compress(tensors, needs))
 
 
-def _is_kept_for_nothing(x: Tensor, projections: list) -> bool:
+def _is_kept_for_nothing(x: Tensor, needs: list[list[bool]]) -> bool:
     """Whether x would be kept though no projection of it is trained, or queries or keys that need no gradient."""
-    trained = []
-    for weight, _, down, _, _ in projections:
-        trained.append(weight.requires_grad or (down is not None and down.requires_grad))
+    trained = [weight or down for weight, _, down, _ in needs]
     normed = trained[:-1] or trained  # values, the last of several, are not kept
     return not (any(trained) and (x.requires_grad or all(normed)))
 
@@ -93,8 +93,7 @@ class _QueriesKeysValues(torch.autograd.Function):
     """Gradients: through the norms by their ops, then as `projections` does. Arguments as there."""
 
     @staticmethod
-    def forward(ctx, settings, tensors, x, text, *_):
-        ctx.needs = needs_of(tensors)
+    def forward(ctx, settings, needs, tensors, x, text, *_):
         cos, sin, norm_q, norm_k, *tensors = tensors
         (q, h_q), (k, h_k), (v, h_v) = _projections(settings, x, text, in_fours(tensors))
         turned_q, rstd_q = _normed(settings, q, norm_q, cos, sin, 0)
@@ -104,7 +103,7 @@ class _QueriesKeysValues(torch.autograd.Function):
         # have another dtype when it recomputes, as under FSDP2 that casts inputs before torch 2.12.
         ctx.save_for_backward(x, text, cos, q, k, rstd_q, rstd_k, h_q, h_k, h_v)
         keep(ctx, sin, norm_q, norm_k, *tensors)
-        ctx.settings, ctx.in_triton = settings, settings.in_triton
+        ctx.settings, ctx.needs, ctx.in_triton = settings, needs, settings.in_triton
         v = _by_head(settings, v)
         if settings.heads_first:
             return turned_q.transpose(1, 2), turned_k.transpose(1, 2), v.transpose(1, 2)
@@ -115,7 +114,7 @@ class _QueriesKeysValues(torch.autograd.Function):
         x, text, cos, q, k, rstd_q, rstd_k, *hs = ctx.saved_tensors
         sin, norm_q, norm_k, *tensors = kept(ctx)
         settings, tensors = ctx.settings, in_fours(tensors)
-        _, _, x_needs, text_needs, *_ = ctx.needs_input_grad
+        x_needs, text_needs = ctx.needs_input_grad[3:5]
         _, _, norm_q_needs, norm_k_needs, *needs = ctx.needs
         if settings.heads_first:
             grads = [None if grad is None else grad.transpose(1, 2) for grad in grads]
@@ -133,7 +132,7 @@ class _QueriesKeysValues(torch.autograd.Function):
             dxs.append(None if dx is None else dx.view(of.shape))
             found += of_some
         found = itertools.compress((None, None, grad_norm_q, grad_norm_k, *found), ctx.needs)
-        return None, None, *dxs, *found
+        return None, None, None, *dxs, *found
 
 
 # Function.apply looks at every argument for what torch.func leaves behind, which `is_plain` has excluded.
