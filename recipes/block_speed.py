@@ -14,7 +14,8 @@ The contenders take turns in one process, forwards and backwards. A time is the 
 is kept beside it, without waiting for the host between the steps of a round. Where a step takes less than 25 ms the
 host is about as slow as the GPU, and its times scatter: there are five times as many rounds. Peak GiB is what the
 allocator handed out above weights and inputs. The output file is written after each row; what is measured anew
-replaces its row of an existing one.
+replaces its row of an existing one. `worst_gradient` of a contender is the parameter whose gradient is furthest from
+eager's, and by how much.
 """
 
 import argparse
@@ -93,15 +94,29 @@ def kernels(step) -> int:
     return sum(event.count for event in on_gpu if not event.key.startswith(("Memcpy", "Memset")))
 
 
+def worst_gradient(model: torch.nn.Module, expected: torch.nn.Module) -> tuple[float, str]:
+    """The largest relative distance of a parameter's gradient from that in another model, and the parameter's name."""
+    others, found = dict(expected.named_parameters()), []
+    for name, parameter in model.named_parameters():
+        truth = others[name].grad
+        if truth is not None and parameter.grad is not None:
+            distance, length = (parameter.grad.float() - truth.float()).norm(), truth.float().norm()
+            found.append(((distance / length.clamp_min(1e-30)).item(), name))
+    return max(found)
+
+
 def compare(models: dict[str, torch.nn.Module], inputs: dict, rounds: int) -> dict:
-    """Milliseconds of a step, median and fastest, and its peak GiB, for each contender; and the rounds.
+    """Milliseconds of a step, median and fastest, its peak GiB, and how far its gradients are from those of the first,
+    for each contender; and the rounds.
 
     They take turns, each with an untimed step first: after another's step the GPU has another temperature and clock.
     """
     steps = {name: step_of(model, inputs) for name, model in models.items()}
-    for step in steps.values():
+    worst, first = {}, next(iter(models.values()))
+    for name, step in steps.items():
         step()
         step()
+        worst[name] = worst_gradient(models[name], first)
     peaks = {name: peak_gib(model, inputs) for name, model in models.items()}
     once = {name: milliseconds(step, 1) for name, step in steps.items()}
     calls = {name: max(1, round(1e3 * LEAST_SECONDS / once[name])) for name in steps}
@@ -114,7 +129,10 @@ def compare(models: dict[str, torch.nn.Module], inputs: dict, rounds: int) -> di
             times[name].append(milliseconds(steps[name], calls[name]))
         turns.reverse()
     found = {
-        name: {"milliseconds": statistics.median(of), "fastest": min(of), "peak_gib": peaks[name]}
+        name: {
+            **{"milliseconds": statistics.median(of), "fastest": min(of)},
+            **{"peak_gib": peaks[name], "worst_gradient": worst[name]},
+        }
         for name, of in times.items()
     }
     return {"rounds": rounds, **found}

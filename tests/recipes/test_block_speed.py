@@ -138,3 +138,13 @@ def test_each_contender_is_a_copy_prepared_as_its_name_says(monkeypatch):
     outputs = [model(**tiny_inputs("wan"), return_dict=False)[0] for model in models.values()]
     for output in outputs[1:]:
         torch.testing.assert_close(output, outputs[0], rtol=1e-4, atol=1e-4)
+
+
+def test_the_parameter_whose_gradient_is_furthest_off_is_named():
+    model, other = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
+    for linear in (model, other):
+        linear.weight.grad, linear.bias.grad = torch.ones(3, 2), torch.zeros(3)
+    assert block_speed.worst_gradient(model, other)[0] == 0
+    model.weight.grad[0] = 3.0
+    error, name = block_speed.worst_gradient(model, other)
+    assert name == "weight" and error == pytest.approx((8 / 6) ** 0.5)
