@@ -7,17 +7,16 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import nn
 
 if TYPE_CHECKING:
+    import numpy as np
     from accelerate import Accelerator
 
     from .buckets.sampler import BucketDataLoader
-    from .buckets.schedule import EpochSchedule
 
 _WARM_UP_STEPS = 3
 _MEMORY = 0.98  # of the running means, a step: they forget what is 100 steps old
@@ -49,7 +48,8 @@ class TrainingMonitor:
         self._hooks = self._clock.attach(repeated_block(model)) if model is not None else ()
         self._in_seconds = loader.cost_model.unit == "seconds"
         self._drift, self._pace = CostDrift(self._in_seconds), RankPace()
-        self._counters, self._schedule = device_counters(), None
+        self._shapes = [str(bucket.shape) for bucket in loader.plan.buckets]
+        self._counters = device_counters()
         self._block_seconds: list[float] | None = None  # of the step before
         self._begin_step()
 
@@ -67,10 +67,7 @@ class TrainingMonitor:
         for batch in self.loader:
             self._data_wait_seconds += time.perf_counter() - waiting_since
             self._micro_steps.append(batch["micro_step"])
-            if self._schedule is not self.loader.schedule:
-                self._schedule = self.loader.schedule
-                self._numbers = describe_micro_steps(self._schedule)
-                self._shapes = [str(bucket.shape) for bucket in self.loader.plan.buckets]
+            self._schedule = self.loader.schedule
             self._clock.arm()
             yield batch
             waiting_since = time.perf_counter()
@@ -105,8 +102,8 @@ class TrainingMonitor:
             raise RuntimeError("iterate over the monitor, and call micro_step_done once for each batch")
         sent = self._exchange(flag)
         # While the device still works: whatever comes after the numbers are read, it waits for.
-        numbers = MicroStepNumbers(*zip(*(self._numbers[micro_step].tolist() for micro_step in self._micro_steps)))
-        described = {**self._describe(numbers), **counted_since(self._counters)}
+        cost = self._of_ranks(self._schedule.cost)
+        described = {**self._describe(cost), **counted_since(self._counters)}
         received = sent.tolist()  # waits for the device to end this step
         seconds = time.perf_counter() - self._start
         # Plain numbers: after a step's work numpy's first calls take 0.1 ms each, for nothing of it is in the caches.
@@ -116,16 +113,15 @@ class TrainingMonitor:
         metrics = {"loss": loss, "flag": any(flags), "seconds": seconds, **described}
         metrics |= {f"{what}_per_second": metrics[what] / seconds for what in ("samples", "tokens")}
         if self._in_seconds:
-            metrics["achieved_efficiency"] = sum(numbers.mean_cost) / seconds
+            metrics["achieved_efficiency"] = sum(map(sum, cost)) / self._schedule.world_size / seconds
         compute = sum(map(sum, blocks)) / len(received)
         if math.isfinite(compute):
             metrics["measured_balance_efficiency"] = compute / sum(map(max, blocks))
-        slowest = [row[int(rank)]["shape"] for row, rank in zip(metrics["micro_batches"], numbers.slowest_rank)]
-        drifting = self._drift.update(seconds - self._data_wait_seconds, slowest, numbers.largest_cost)
+        slowest = [row[each.index(max(each))]["shape"] for row, each in zip(metrics["micro_batches"], cost)]
+        drifting = self._drift.update(seconds - self._data_wait_seconds, slowest, [max(each) for each in cost])
         metrics["findings"] = [*drifting, *self._pace.compare(paces)]
         self._block_seconds = [seconds_between(pair) for pair in self._pairs]
-        own = [micro_step * self._schedule.world_size + self.loader.rank for micro_step in self._micro_steps]
-        self._pace.update(sum(self._block_seconds), sum(float(self._schedule.cost[j]) for j in own))
+        self._pace.update(sum(self._block_seconds), sum(each[self.loader.rank] for each in cost))
         self._begin_step()
         return metrics
 
@@ -140,26 +136,32 @@ class TrainingMonitor:
         values = torch.tensor([flag, self._pace.value, *blocks], dtype=torch.float32, pin_memory=losses.is_cuda)
         return self.accelerator.gather(torch.cat([values.to(losses.device, non_blocking=True), losses])[None])
 
-    def _describe(self, numbers: MicroStepNumbers) -> dict:
+    def _of_ranks(self, values: np.ndarray) -> list[list]:
+        """What the schedule has of each micro-batch, for this step's: of each micro-step a list by rank."""
+        world_size = self._schedule.world_size
+        return [values[step * world_size : (step + 1) * world_size].tolist() for step in self._micro_steps]
+
+    def _describe(self, cost: list[list[float]]) -> dict:
         """Counts over all ranks, from the schedule, without asking them; the wait for data is this rank's."""
-        schedule, shapes = self._schedule, self._shapes
-        columns = [slice(m * schedule.world_size, (m + 1) * schedule.world_size) for m in self._micro_steps]
+        schedule = self._schedule
+        found = map(self._of_ranks, (schedule.bucket, schedule.sizes, schedule.tokens, schedule.loss_weight))
+        # Per micro-step and rank (bucket, B, S, loss weight); loss weight 0 marks padding.
+        rows = [[*zip(*of_step)] for of_step in zip(*found)]
+        counted = [(size, tokens) for row in rows for _, size, tokens, weight in row if weight > 0]
+        mean, largest = [sum(each) / len(each) for each in cost], [max(each) for each in cost]
+        spread = [math.dist(each, [at] * len(each)) / at / math.sqrt(len(each)) for each, at in zip(cost, mean)]
         described: dict = {
             "data_wait_seconds": self._data_wait_seconds,
-            "samples": int(sum(numbers.samples)),
-            "tokens": int(sum(numbers.tokens)),
-            "balance_efficiency": sum(numbers.mean_cost) / sum(numbers.largest_cost),
-            "step_cv": sum(numbers.cost_cv) / len(numbers.cost_cv),
+            "samples": sum(size for size, _ in counted),
+            "tokens": sum(size * tokens for size, tokens in counted),
+            "balance_efficiency": sum(mean) / sum(largest),
+            "step_cv": sum(spread) / len(spread),
             "micro_batches": [
-                [
-                    {"shape": shapes[bucket], "batch_size": size}
-                    for bucket, size in zip(schedule.bucket[ranks].tolist(), schedule.sizes[ranks].tolist())
-                ]
-                for ranks in columns
+                [{"shape": self._shapes[bucket], "batch_size": size} for bucket, size, _, _ in row] for row in rows
             ],
         }
         if self._in_seconds:
-            described["predicted_seconds"] = sum(numbers.largest_cost)
+            described["predicted_seconds"] = sum(largest)
         return described
 
     def status_line(self, metrics: dict) -> str:
@@ -176,26 +178,6 @@ class TrainingMonitor:
         """Takes the hooks off the model."""
         for hook in self._hooks:
             hook.remove()
-
-
-class MicroStepNumbers(NamedTuple):
-    """Of some micro-steps: cost over ranks, the rank where it is largest, and what all ranks train on."""
-
-    mean_cost: tuple[float, ...]
-    largest_cost: tuple[float, ...]
-    cost_cv: tuple[float, ...]
-    slowest_rank: tuple[float, ...]
-    samples: tuple[float, ...]
-    tokens: tuple[float, ...]
-
-
-def describe_micro_steps(schedule: EpochSchedule) -> np.ndarray:
-    """`MicroStepNumbers` of all of an epoch, float64 [micro-steps, 6]: at once, so that a step only looks them up."""
-    cost, weight = (values.reshape(-1, schedule.world_size) for values in (schedule.cost, schedule.loss_weight))
-    sizes = schedule.sizes.reshape(cost.shape) * (weight > 0)  # weight 0 marks padding
-    tokens = (sizes * schedule.tokens.reshape(cost.shape)).sum(1)
-    mean = cost.mean(1)
-    return np.stack([mean, cost.max(1), cost.std(1) / mean, cost.argmax(1), sizes.sum(1), tokens], axis=1)
 
 
 class BlockClock:
@@ -303,7 +285,7 @@ class CostDrift:
         self._sums: dict[str, tuple[float, float, int]] = {}  # bucket -> measured, predicted, micro-steps
         self._said: set[str] = set()
 
-    def update(self, seconds: float, slowest: list[str], predicted: tuple[float, ...]) -> list[str]:
+    def update(self, seconds: float, slowest: list[str], predicted: list[float]) -> list[str]:
         """Takes in a step.
 
         Args:
