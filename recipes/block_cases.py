@@ -20,6 +20,8 @@ DEVICE = "cuda"
 WIDTHS = {"1.3B": (12, 8960), "14B": (40, 13824)}  # heads of 128, width of the feed-forward
 LATENTS = {7800: (5, 60, 104), 32760: (21, 60, 104)}
 CONTENDERS = ("eager", "compile", "patched", "patched + compile")
+# torch.compile without what computes wrong gradients of modulation tables (pytorch#193061, on by default since 2.10).
+CORRECT = "compile, correct"
 
 
 @dataclass(frozen=True)
@@ -131,14 +133,14 @@ def contenders(model: nn.Module, names: tuple[str, ...] = CONTENDERS) -> dict[st
         if "patched" in name:
             patch_model(other)
         if "compile" in name:
-            compile_blocks(other)
+            compile_blocks(other, {"triton.mix_order_reduction": False} if name == CORRECT else {})
     return models
 
 
-def compile_blocks(model: nn.Module):
-    """What `compile_repeated_blocks` does, also where a class names no blocks (SD3)."""
+def compile_blocks(model: nn.Module, options: dict[str, bool]):
+    """What `compile_repeated_blocks` does, also where a class names no blocks (SD3). options: of Inductor."""
     if model._repeated_blocks:
-        model.compile_repeated_blocks()
+        model.compile_repeated_blocks(options=options)
     else:
         for block in model.transformer_blocks:
-            block.compile()
+            block.compile(options=options)

@@ -6,9 +6,10 @@
     python recipes/block_speed.py --input monday.json later.json --output both.json
 
 Real diffusers models of real widths with a few layers, bfloat16, random latents. `blocks`: two Wan layers, all
-parameters trained, no checkpointing; `lora`: the same with rank 32 on attention and the rest frozen; `families`:
-SD3.5, Flux and HunyuanVideo. `whole`: 30 layers of 1.3B with checkpointing on a tiny input, which is the host's time.
-`longest`: what fits into the memory that eager needs for 48,000 tokens. `launches`: kernels a block.
+parameters trained, no checkpointing, and torch.compile a second time without what computes wrong gradients in some of
+its versions (pytorch#193061), "compile, correct"; `lora`: the same with rank 32 on attention and the rest frozen;
+`families`: SD3.5, Flux and HunyuanVideo. `whole`: 30 layers of 1.3B with checkpointing on a tiny input, which is the
+host's time. `longest`: what fits into the memory that eager needs for 48,000 tokens. `launches`: kernels a block.
 
 The contenders take turns in one process, forwards and backwards. A time is the median over the rounds, and the fastest
 is kept beside it, without waiting for the host between the steps of a round. Where a step takes less than 25 ms the
@@ -31,7 +32,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from block_cases import CONTENDERS, Case, add_lora, contenders, family_cases, wan, wan_cases, wan_inputs
+from block_cases import CONTENDERS, CORRECT, Case, add_lora, contenders, family_cases, wan, wan_cases, wan_inputs
 
 from adaptiveload_hf import UserError
 from adaptiveload_hf.errors import exit_on_user_error
@@ -39,6 +40,7 @@ from adaptiveload_hf.errors import exit_on_user_error
 LEAST_SECONDS = 0.2  # of the steps of one round
 HOST_MILLISECONDS = 25  # steps that take less wait for the host
 WITHOUT_COMPILE = ("eager", "patched")
+COLUMNS = (*CONTENDERS[:2], CORRECT, *CONTENDERS[2:])
 SHORT = 48_000  # tokens at which eager's memory is the budget
 
 
@@ -95,13 +97,17 @@ def kernels(step) -> int:
 
 
 def worst_gradient(model: torch.nn.Module, expected: torch.nn.Module) -> tuple[float, str]:
-    """The largest relative distance of a parameter's gradient from that in another model, and the parameter's name."""
-    others, found = dict(expected.named_parameters()), []
+    """The largest relative distance of a parameter's gradient from that in another model, and the parameter's name.
+
+    Relative to 1e-4 of the longest gradient at least: what is shorter, as of biases of keys, is rounding.
+    """
+    truths = {name: p.grad.float() for name, p in expected.named_parameters() if p.grad is not None}
+    floor = 1e-4 * max(truth.norm().item() for truth in truths.values())
+    found = []
     for name, parameter in model.named_parameters():
-        truth = others[name].grad
-        if truth is not None and parameter.grad is not None:
-            distance, length = (parameter.grad.float() - truth.float()).norm(), truth.float().norm()
-            found.append(((distance / length.clamp_min(1e-30)).item(), name))
+        if parameter.grad is not None and name in truths:
+            distance = (parameter.grad.float() - truths[name]).norm().nan_to_num(torch.inf).item()
+            found.append((distance / max(truths[name].norm().item(), floor), name))
     return max(found)
 
 
@@ -141,13 +147,13 @@ def compare(models: dict[str, torch.nn.Module], inputs: dict, rounds: int) -> di
 # ----------------------------------------------------------------------------------------------- parts
 
 
-def measure_case(case: Case, rounds: int) -> dict:
+def measure_case(case: Case, rounds: int, names: tuple[str, ...] = CONTENDERS) -> dict:
     say(f"{case.name}, {case.tokens} tokens, {case.training}")
     model, inputs = case.make()
     if case.training == "LoRA":
         add_lora(model)
     row = {"model": case.name, "tokens": case.tokens, "training": case.training}
-    row |= compare(contenders(model), inputs, rounds)
+    row |= compare(contenders(model, names), inputs, rounds)
     clean_up()
     return row
 
@@ -210,7 +216,7 @@ def clean_up():
 
 
 PARTS = {
-    "blocks": lambda rounds: (measure_case(case, rounds) for case in wan_cases("full")),
+    "blocks": lambda rounds: (measure_case(case, rounds, COLUMNS) for case in wan_cases("full")),
     "lora": lambda rounds: (measure_case(case, rounds) for case in wan_cases("LoRA")),
     "families": lambda rounds: (measure_case(case, rounds) for case in family_cases()),
     "whole": measure_whole,
@@ -223,10 +229,13 @@ PARTS = {
 
 
 def tables(result: dict) -> list[list[list[str]]]:
-    """Rows of cells, the first one the head: times, memory, launches, longest; what was not measured is left out."""
+    """Rows of cells, the first one the head: times, memory, wrong gradients, launches, longest. What was not measured
+    is left out."""
     parts = result["parts"]
     timed = [row for name in ("blocks", "lora", "families", "whole") for row in parts.get(name, [])]
     found = [compared(timed, *about) for about in (("milliseconds", "ms", ".1f"), ("peak_gib", "GiB", ".2f")) if timed]
+    if wrong := wrong_gradients(timed):
+        found.append([["wrong gradients", "tokens", "training", "of", "worst", "off by"], *wrong])
     for row in parts.get("launches", []):
         counts = [str(row[name]) for name in WITHOUT_COMPILE]
         found.append([["kernels", *WITHOUT_COMPILE], [row["model"], *counts]])
@@ -238,15 +247,26 @@ def tables(result: dict) -> list[list[list[str]]]:
 
 def compared(rows: list[dict], key: str, unit: str, form: str) -> list[list[str]]:
     """What each contender needs, and the ratios that the gates are about."""
-    ratios = (("patched", "eager"), ("patched", "compile"), ("patched + compile", "compile"))
-    lines = [[unit, "tokens", "training", *CONTENDERS, *(f"{one} / {other}" for one, other in ratios)]]
+    ratios = (("patched", "eager"), ("patched", "compile"), ("patched", CORRECT), ("patched + compile", "compile"))
+    lines = [[unit, "tokens", "training", *COLUMNS, *(f"{one} / {other}" for one, other in ratios)]]
     for row in rows:
-        values = {name: row[name][key] for name in CONTENDERS if name in row}
-        cells = [format(values[name], form) if name in values else "" for name in CONTENDERS]
+        values = {name: row[name][key] for name in COLUMNS if name in row}
+        cells = [format(values[name], form) if name in values else "" for name in COLUMNS]
         cells += [
             f"{values[one] / values[other]:.2f}" if {one, other} <= values.keys() else "" for one, other in ratios
         ]
         lines.append([row["model"], f"{row['tokens']:,}", row["training"], *cells])
+    return lines
+
+
+def wrong_gradients(rows: list[dict]) -> list[list[str]]:
+    """Contenders of which a parameter's gradient is further from eager's than rounding takes it."""
+    lines = []
+    for row in rows:
+        for name in (name for name in COLUMNS if "worst_gradient" in row.get(name, {})):
+            error, parameter = row[name]["worst_gradient"]
+            if error > 0.1:
+                lines.append([row["model"], f"{row['tokens']:,}", row["training"], name, parameter, f"{error:.2g}"])
     return lines
 
 
