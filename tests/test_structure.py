@@ -34,6 +34,7 @@ LAYERS = [
     },
     {
         "adaln.gradients",
+        "adaln.patch_tokens",
         "adaln.patterns",
         "buckets.deal",
         "buckets.flops",

@@ -1,4 +1,4 @@
-"""Which blocks of the other models in diffusers need an adapter?"""
+"""Which blocks of diffusers' other models need an adapter: CogView4, HiDream, Mochi, Sana WM, Kandinsky and more?"""
 
 from torch import Tensor
 

@@ -6,7 +6,7 @@ from support.tiny_models import output_and_gradients, relative_error, tiny_input
 from torch import nn
 
 from adaptiveload_hf import patch_model
-from adaptiveload_hf.adaln.families import is_product, patch_tokens, product_of_patches
+from adaptiveload_hf.adaln.patch_tokens import is_product, patch_tokens, product_of_patches
 
 CONVOLUTIONS = {
     "video": (lambda: nn.Conv3d(4, 10, (1, 2, 2), stride=(1, 2, 2)), (2, 4, 3, 6, 8)),
