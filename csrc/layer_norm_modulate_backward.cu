@@ -175,29 +175,33 @@ struct Wanted {
 };
 
 // Does one kernel do it all, without partial sums?
-bool few(const LayerNormBackward& p) {
+bool few(const LayerNormBackward& p, bool* clusters) {
   const Wanted wanted(p);
-  return few_rows(p.shape, wanted.tables || wanted.affine) && rows_in_pieces(p, false);
+  const auto kernel = reinterpret_cast<const void*>(backward_few<FewNorm<float, true>, 2>);
+  return p.shape.width <= kFewWidth && rows_in_pieces(p, false) &&
+         few_rows(p.shape, wanted.tables || wanted.affine, kernel, kFewNormElements, clusters);
 }
 
 template <typename T, bool MEAN>
-cudaError_t launch_few(const LayerNormBackward& p, const ColumnSums& sums, bool wanted, cudaStream_t stream) {
-  const int threads = threads_for(p.shape.width), groups = std::min(kFewGroups, kFewThreads / threads);
-  const bool two = p.shape.batch * p.shape.tokens > kFewRows / 2;
-  const FewRows grid = few_rows_grid(p.shape, groups * (two ? 2 : 1), wanted);
-  auto kernel = two ? backward_few<T, MEAN, 2> : backward_few<T, MEAN, 1>;
-  return launch_early(kernel, grid.blocks(), groups * threads, 0, stream, p, sums, grid, groups);
+cudaError_t launch_few(const LayerNormBackward& p, const ColumnSums& sums, bool wanted, bool clusters,
+                       cudaStream_t stream) {
+  constexpr int R = 2;
+  const FewRows grid = few_rows_grid(p.shape, R, wanted, clusters);
+  return launch_few(backward_few<FewNorm<T, MEAN>, R>, grid, threads_for(p.shape.width), stream, p, sums, grid);
 }
 template <typename T>
-cudaError_t launch_few(const LayerNormBackward& p, const ColumnSums& sums, bool wanted, cudaStream_t stream) {
-  return p.mean ? launch_few<T, true>(p, sums, wanted, stream) : launch_few<T, false>(p, sums, wanted, stream);
+cudaError_t launch_few(const LayerNormBackward& p, const ColumnSums& sums, bool wanted, bool clusters,
+                       cudaStream_t stream) {
+  return p.mean ? launch_few<T, true>(p, sums, wanted, clusters, stream)
+                : launch_few<T, false>(p, sums, wanted, clusters, stream);
 }
 
-cudaError_t launch_few(const LayerNormBackward& p, const ColumnSums& sums, bool wanted, cudaStream_t stream) {
+cudaError_t launch_few(const LayerNormBackward& p, const ColumnSums& sums, bool wanted, bool clusters,
+                       cudaStream_t stream) {
   switch (p.x.dtype) {
-    case Dtype::float32: return launch_few<float>(p, sums, wanted, stream);
-    case Dtype::float16: return launch_few<__half>(p, sums, wanted, stream);
-    default: return launch_few<__nv_bfloat16>(p, sums, wanted, stream);
+    case Dtype::float32: return launch_few<float>(p, sums, wanted, clusters, stream);
+    case Dtype::float16: return launch_few<__half>(p, sums, wanted, clusters, stream);
+    default: return launch_few<__nv_bfloat16>(p, sums, wanted, clusters, stream);
   }
 }
 
@@ -228,7 +232,9 @@ cudaError_t launch_any(const LayerNormBackward& p, bool sums, bool modulated, co
 
 int64_t layer_norm_backward_partials(const LayerNormBackward& p) {
   const Wanted wanted(p);
-  return wanted.sums || wanted.affine ? few(p) ? 0 : segments_of(p.shape).blocks() * 2 * p.shape.width : 0;
+  bool clusters = false;
+  if (!wanted.sums && !wanted.affine) return 0;
+  return few(p, &clusters) ? 0 : segments_of(p.shape).blocks() * 2 * p.shape.width;
 }
 
 cudaError_t layer_norm_modulate_backward(const LayerNormBackward& given, cudaStream_t stream) {
@@ -262,7 +268,8 @@ cudaError_t layer_norm_modulate_backward(const LayerNormBackward& given, cudaStr
     totals.dbias = p.dbias;
   }
   cudaError_t error = cudaSuccess;
-  if (!empty && few(p)) return launch_few(p, totals, sums, stream);
+  bool clusters = false;
+  if (!empty && few(p, &clusters)) return launch_few(p, totals, sums, clusters, stream);
   if (!empty && !launch_rows(p, sums, per_token, segments, stream, &error)) {
     error = launch_any(p, sums, false, segments, stream);
   }

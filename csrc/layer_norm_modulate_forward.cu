@@ -27,9 +27,9 @@ struct Tile {
 };
 constexpr int64_t kWide = 4608;
 
-// Rows this wide and this many are dealt by tickets: 2 to 5 points of the roof on an H200. Narrow rows stay together
-// without, and would ask too often; few do not make up for zeroing the tickets.
-constexpr int64_t kTicketWidth = 3072, kTicketRows = 1 << 14;
+// From a width on, rows go by another kind of tile. Rows this wide and this many are dealt by tickets: 2 to 5 points of
+// the roof on an H200. Narrow rows stay together without, and would ask too often; few do not make up for zeroing them.
+constexpr int64_t kDealtWidth = 3072, kTicketWidth = 2240, kTicketRows = 1 << 14;
 
 // From this width on a block's first rows, and its modulation, come to the cache while the previous kernel ends: 2 points
 // of the roof at 2x8192x5120, up to 1 in larger work. Narrow rows lose.
@@ -192,7 +192,8 @@ __global__ void __launch_bounds__(kMostAnyThreads) forward_any(const LayerNormFo
 
 Rows kind_of(const Shape& shape) {
   if (row_per_token(shape)) return Rows::with_token;
-  return shape.width > kWide ? Rows::wide : shape.width >= kTicketWidth ? Rows::dealt : Rows::narrow;
+  const bool many = shape.width >= kTicketWidth && shape.batch * shape.tokens >= kTicketRows;
+  return shape.width > kWide ? Rows::wide : many || shape.width >= kDealtWidth ? Rows::dealt : Rows::narrow;
 }
 
 template <Rows KIND>
@@ -222,7 +223,7 @@ bool launch_rows(const LayerNormForward& p, cudaStream_t stream, cudaError_t* er
   const bool tickets = Tiling::kDealt && p.tickets != nullptr;
   const int64_t stage_bytes = Feed<T, Tiling::kToken ? 3 : 1, 1>::stage_bytes(pipeline.groups, p.shape.width);
   // Wide rows that are dealt in advance run apart the more, the more are under way.
-  pipeline.stages = stages_that_fit(stage_bytes, Tiling::kDealt && !tickets ? 2 : 3, 1);
+  pipeline.stages = stages_that_fit(stage_bytes, Tiling::kDealt && !tickets ? 2 : KIND == Rows::narrow ? 4 : 3, 1);
   if (pipeline.stages == 0 || pipeline.threads > Tiling::kMostThreads) return false;
   const int bytes = static_cast<int>(pipeline.stages * stage_bytes);
   auto kernel = forward_rows<T, MEAN, KIND>;
@@ -250,16 +251,22 @@ bool launch_rows(const LayerNormForward& p, cudaStream_t stream, cudaError_t* er
   return false;
 }
 
-template <typename T>
+template <typename T, bool MEAN>
 cudaError_t launch_few(const LayerNormForward& p, cudaStream_t stream) {
-  constexpr int R = 8 / sizeof(T);
-  const bool one = p.shape.batch * p.shape.tokens <= kOneRow;
-  const Segments segments = few_rows_grid(p.shape, one ? 1 : R, false).rows;
+  constexpr int kTwo = 4 / sizeof(T), kFour = 8 / sizeof(T);  // in 16-bit types
+  const int64_t rows = p.shape.batch * p.shape.tokens;
+  const int of_block = rows <= kOneRow ? 1 : rows * p.shape.width <= kTwoRowsElements ? kTwo : kFour;
+  auto kernel = forward_few<T, MEAN, kFour>;
+  if (of_block == kTwo) kernel = forward_few<T, MEAN, kTwo>;
+  if (of_block == 1) kernel = forward_few<T, MEAN, 1>;
+  const Segments segments = cut_to_rows(p.shape, of_block);
   const int threads = threads_for(p.shape.width);
-  auto kernel = one ? forward_few<T, true, 1> : forward_few<T, true, R>;
-  if (!p.mean) kernel = one ? forward_few<T, false, 1> : forward_few<T, false, R>;
   return launch_early(kernel, static_cast<unsigned>(segments.blocks()), threads, 0, stream, p, segments,
                       joined_warps(threads));
+}
+template <typename T>
+cudaError_t launch_few(const LayerNormForward& p, cudaStream_t stream) {
+  return p.mean ? launch_few<T, true>(p, stream) : launch_few<T, false>(p, stream);
 }
 
 // false: nothing was launched, since these arrays do not allow rows in 16-byte pieces, or as above.
@@ -272,7 +279,7 @@ bool launch_rows(const LayerNormForward& p, cudaStream_t stream, cudaError_t* er
   }
   if (!fits) return false;
   const int64_t elements = p.shape.batch * p.shape.tokens * p.shape.width;
-  if (!per_token && elements <= kFewForwardElements && threads_for(p.shape.width) <= kFewThreads) {
+  if (!per_token && elements <= kFewForwardElements && threads_for(p.shape.width) <= kFewForwardThreads) {
     switch (p.x.dtype) {
       case Dtype::float32: *error = launch_few<float>(p, stream); break;
       case Dtype::float16: *error = launch_few<__half>(p, stream); break;

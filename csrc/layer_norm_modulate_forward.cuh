@@ -48,9 +48,11 @@ __device__ __forceinline__ float columns_of(int warp, int threads, int width) {
 }
 
 // Few rows end before rows fetched ahead of time would pay: a block asks for all of its R rows at once, one row up to
-// kOneRow of them, beyond four in 16-bit types. On an H200 at 256, 1,024 and 2,048 rows of 1,536 columns 2.5, 4.2 and
-// 6.3 us, with rows fetched ahead 4.3, 6.3 and 7.6; at 2,048 rows of 3,072 11.9, with rows fetched ahead 10.9.
-constexpr int64_t kFewForwardElements = 2048 * 1536, kOneRow = 256;
+// kOneRow of them, then two, beyond kTwoRowsElements four in 16-bit types. More than one are asked for, in the cache,
+// while the previous kernel ends. On an H200 at 256, 512, 1,024, 1,536 and 2,048 rows of 1,536 columns 2.6, 3.2, 3.9, 5.2
+// and 5.9 us; with rows fetched ahead 4.3 at 256 and 7.6 at 2,048.
+constexpr int64_t kFewForwardElements = 2048 * 1536, kTwoRowsElements = 1024 * 1536, kOneRow = 256;
+constexpr int kFewForwardThreads = 768;  // of a block, and so rows of up to 6144 columns
 
 // Mean and 1 / standard deviation of a row of which each thread of a block has a pack in registers.
 template <bool MEAN>
@@ -84,9 +86,9 @@ struct RowMoments {
 };
 
 template <typename T, bool MEAN, int R>
-__global__ void __launch_bounds__(kFewThreads)
+__global__ void __launch_bounds__(kFewForwardThreads)
     forward_few(const LayerNormForward p, const Segments segments, const int joined) {
-  __shared__ float2 joints[R][kFewThreads / 32];
+  __shared__ float2 joints[R][kFewForwardThreads / 32];
   const int width = static_cast<int>(p.shape.width);
   const Place at(segments, blockIdx.x, p.shape.rows);
   const int first_row = at.chunk * R, last_row = segments.tokens - 1;
@@ -95,6 +97,11 @@ __global__ void __launch_bounds__(kFewThreads)
   const auto row_at = [&](const Array& rows, int r) {
     return row_of<T>(rows, at.batch, at.first + min(first_row + r, last_row));
   };
+  if (R > 1) {
+    let_next_kernel_start();
+#pragma unroll
+    for (int r = 0; r < R; ++r) bring_to_cache(row_at(p.x, r) + column);
+  }
   wait_for_previous_kernel();
   Pack<T> packs[R];
 #pragma unroll
@@ -108,7 +115,7 @@ __global__ void __launch_bounds__(kFewThreads)
     moments.post(x, mine, joints[r]);
   }
   __syncthreads();
-  let_next_kernel_start();
+  if (R == 1) let_next_kernel_start();
 #pragma unroll
   for (int r = 0; r < R; ++r) {
     if (first_row + r > last_row) break;

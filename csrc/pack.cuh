@@ -224,12 +224,14 @@ __device__ __forceinline__ void set_element(const Array& a, int64_t batch, int64
   }
 }
 
-// Brings the line of a column to the L2 cache: see launch.cuh.
+// Brings the line of an address, or of a column, to the L2 cache: see launch.cuh.
+__device__ __forceinline__ void bring_to_cache(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+}
 __device__ __forceinline__ void bring_to_cache(const Array& a, int64_t batch, int64_t row, int column) {
   if (a.data == nullptr) return;
   const int64_t at = batch * a.batch_stride + row * a.row_stride + column;
-  const char* const address = static_cast<const char*>(a.data) + at * (a.dtype == Dtype::float32 ? 4 : 2);
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+  bring_to_cache(static_cast<const char*>(a.data) + at * (a.dtype == Dtype::float32 ? 4 : 2));
 }
 
 // Can rows of this array be read in 16-byte pieces?

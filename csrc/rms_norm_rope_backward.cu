@@ -8,7 +8,7 @@
 // rms_norm_heads.cu.
 #include "column_sums.cuh"
 #include "launch.cuh"
-#include "rope.cuh"
+#include "rms_norm_rope_few.cuh"
 
 namespace adaptiveload {
 namespace {
@@ -20,17 +20,6 @@ constexpr int kMostThreads = 384;  // of a block: rows of up to 384 * 2 * 8 = 61
 constexpr int kBlocks = 1;         // of a multiprocessor
 constexpr int kStages = 2;         // turns under way
 constexpr int kAnyBlocks = 8;      // of a multiprocessor, for backward_any
-
-// The gradient of a pack turned back by its angles.
-__device__ __forceinline__ void turn_back(float (&grad)[kPack], const float (&c)[kPack / 2],
-                                          const float (&s)[kPack / 2]) {
-#pragma unroll
-  for (int i = 0; i < kPack / 2; ++i) {
-    const float even = grad[2 * i], odd = grad[2 * i + 1];
-    grad[2 * i] = even * c[i] + odd * s[i];
-    grad[2 * i + 1] = odd * c[i] - even * s[i];
-  }
-}
 
 template <typename T, typename A, int R, int NV, int BLOCKS, bool SUMS>
 __global__ void __launch_bounds__(kMostThreads, BLOCKS)
@@ -247,6 +236,26 @@ bool launch_rows(const RopeBackward& p, unsigned* blocks, cudaStream_t stream, c
   return true;
 }
 
+// Does one kernel do it all, without partial sums? Where there are clusters.
+template <typename T, typename A>
+bool few(const RopeBackward& p) {
+  bool clusters = false;
+  const auto kernel = reinterpret_cast<const void*>(backward_few<FewRope<T, A>, 2>);
+  const Shape rows = {1, p.shape.batch * p.shape.tokens, p.shape.width, 1};
+  return p.dweight != nullptr && p.shape.width <= kFewWidth && aligned(p.grad) && aligned(p.dx) &&
+         p.grad.dtype == p.x.dtype && few_rows(rows, true, kernel, kFewRopeElements, &clusters) && clusters;
+}
+
+template <typename T, typename A>
+cudaError_t launch_few(const RopeBackward& p, cudaStream_t stream) {
+  const int64_t rows = p.shape.batch * p.shape.tokens;
+  constexpr int R = 2;
+  const FewRows grid = few_rows_grid({1, rows, p.shape.width, 1}, R, true, true);
+  ColumnSums sums = {};
+  sums.dweight = p.dweight;
+  return launch_few(backward_few<FewRope<T, A>, R>, grid, threads_for(p.shape.width), stream, p, sums, grid);
+}
+
 int64_t norm_width(const RopeBackward& p) { return p.by_head ? p.head_width : p.shape.width; }
 
 unsigned any_blocks(const RopeBackward& p) {
@@ -262,7 +271,9 @@ int64_t rope_backward_partials(const RopeBackward& p) {
   int64_t blocks = any_blocks(p);
   if (p.by_head) return std::max<int64_t>(blocks, rms_norm_heads_blocks(p)) * p.head_width;
   launch_for_types(p, [&](auto types) {
-    blocks = std::max<int64_t>(blocks, teams_of<typename decltype(types)::Stream>(p).blocks);
+    using T = typename decltype(types)::Stream;
+    const bool one_kernel = few<T, typename decltype(types)::Table>(p);
+    blocks = one_kernel ? 0 : std::max<int64_t>(blocks, teams_of<T>(p).blocks);
     return true;
   });
   return blocks * p.shape.width;
@@ -271,10 +282,16 @@ int64_t rope_backward_partials(const RopeBackward& p) {
 cudaError_t rms_norm_rope_backward(const RopeBackward& p, cudaStream_t stream) {
   cudaError_t error = cudaSuccess;
   unsigned blocks = 0;
+  bool one_kernel = false;
   if (p.shape.batch * p.shape.tokens * p.shape.width > 0) {
     const auto launch = [&](auto types) {
       using T = typename decltype(types)::Stream;
       using A = typename decltype(types)::Table;
+      if (few<T, A>(p)) {
+        one_kernel = true;
+        error = launch_few<T, A>(p, stream);
+        return true;
+      }
       if (p.grad.dtype != p.x.dtype || !aligned(p.grad) || !aligned(p.dx)) return false;
       return p.dweight != nullptr ? launch_rows<T, A, true>(p, &blocks, stream, &error)
                                   : launch_rows<T, A, false>(p, &blocks, stream, &error);
@@ -287,7 +304,7 @@ cudaError_t rms_norm_rope_backward(const RopeBackward& p, cudaStream_t stream) {
       error = cudaGetLastError();
     }
   }
-  if (error != cudaSuccess || p.dweight == nullptr) return error;
+  if (error != cudaSuccess || one_kernel || p.dweight == nullptr) return error;
   ColumnSums totals = {};
   totals.partials = p.partials;
   totals.segments = totals.rows = 1;
