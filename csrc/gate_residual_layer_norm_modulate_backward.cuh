@@ -13,7 +13,7 @@
 namespace adaptiveload {
 
 template <typename T, int R, int NV, bool NORM_SUMS, bool GATE_SUM, int THREADS>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, NV == 1 ? 1 : 0)
     backward_rows(const GatedNormBackward p, const Segments segments, const int stages) {
   constexpr int kTensors = GATE_SUM ? 4 : 3, kSums = 2 * NORM_SUMS + GATE_SUM;
   extern __shared__ __align__(128) unsigned char ring_rows[];
