@@ -1,11 +1,15 @@
 """Shapes are read right, whatever was done to the dataset, and wrong ones are named."""
 
+import tracemalloc
+
 import datasets
 import numpy as np
+import pyarrow
 import pytest
 from support.prepared import save_prepared
 
 from adaptiveload_hf.buckets.shapes import (
+    BucketIndex,
     LatentShape,
     TokenGeometry,
     dataset_fingerprint,
@@ -168,3 +172,15 @@ def test_the_fingerprint_names_the_content_not_the_way_there(tmp_path):
     assert of(dataset) != of(dataset.shuffle(seed=0))
     assert of(dataset) != of(dataset.select([0, 0, 1, 3, 4]))
     assert of(dataset) != of(dataset, np.ones(5))
+
+
+def test_the_fingerprint_of_many_files_holds_few_names_at_once():
+    samples = 300_000
+    files = pyarrow.array([f"folder/{number:09d}.mp4" for number in range(samples)])
+    dataset = datasets.Dataset(pyarrow.table({"file": files}))
+    index = BucketIndex((LatentShape(1, 4, 4),), np.zeros(samples, dtype=np.int64))
+    tracemalloc.start()
+    dataset_fingerprint(dataset, index)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < samples * 70 / 2  # bytes of half of the names
