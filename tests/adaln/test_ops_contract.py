@@ -1,5 +1,6 @@
 """What do the ops accept, refuse and promise: layouts, dtypes, messages, which backend runs?"""
 
+import operator
 import re
 import subprocess
 import sys
@@ -264,3 +265,18 @@ def test_any_other_error_of_the_gpu_is_raised_and_the_next_call_asks_again(monke
 def test_importing_the_ops_starts_no_cuda_context():
     script = "import torch, adaptiveload_hf.adaln.ops; assert not torch.cuda.is_initialized()"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_every_private_name_of_torch_that_the_package_stands_on_is_there():
+    sources = Path(ops.__file__).parent.glob("*.py")
+    private = {name for s in sources for name in re.findall(r"torch\._C(?:\.\w+)+|forward_ad\._\w+", s.read_text())}
+    roots = {"torch": torch, "forward_ad": torch.autograd.forward_ad}
+    missing = []
+    for name in private:
+        root, _, path = name.partition(".")
+        try:
+            operator.attrgetter(path)(roots[root])
+        except AttributeError:
+            missing.append(name)
+    assert len(private) >= 8 and not missing, f"torch {torch.__version__} has no {missing} any more"
+    assert hasattr(torch.autograd.Function, "_backward_cls")
