@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from safetensors import SafetensorError
+from torch.distributed import DistError
+from torch.distributed.checkpoint.api import CheckpointException
 
 from .buckets.plan import Bucket, BucketPlan
 from .buckets.shapes import LatentShape
@@ -20,6 +23,8 @@ from .device_memory import empty_device_cache, read_device_memory, reset_peak_me
 from .distributed import all_ranks_fail_together
 from .errors import UserError
 
+# What the writers of checkpoints raise on a full disk: each has its own.
+WRITE_ERRORS = (OSError, RuntimeError, SafetensorError, CheckpointException)
 _ABOVE_PREDICTED = 1.05  # of the planned GiB
 
 
@@ -90,8 +95,8 @@ def preflight(
         checkpoint: folder to save to, and to remove again; None saves nothing.
 
     Raises:
-        UserError: a bucket that does not fit or has no finite loss, or a checkpoint that does not bring back what was
-            saved. On several ranks it ends all of them.
+        UserError: a bucket that does not fit or has no finite loss, or a checkpoint that cannot be written or does not
+            bring back what was saved. On several ranks it ends all of them.
     """
     start, accumulation = time.perf_counter(), accelerator.gradient_accumulation_steps
     worst, *others = sorted(plan.buckets, key=_memory_of, reverse=True)
@@ -162,11 +167,29 @@ def _compiled_graphs() -> int:
     return 0 if compiler is None else compiler.counters["stats"]["unique_graphs"]
 
 
+def write_problem(error: BaseException) -> str | None:
+    """One of WRITE_ERRORS in a line; None for a RuntimeError of ranks that are gone, or of the GPU."""
+    if isinstance(error, DistError | torch.OutOfMemoryError):
+        return None
+    if isinstance(error, CheckpointException):  # its own words are tracebacks
+        return "; ".join(f"rank {rank}: {failure!r}" for rank, (failure, _) in error.failures.items())
+    return str(error)
+
+
 def _save(accelerator: Accelerator, model, checkpoint: Path) -> tuple[list[float], float]:
     """What the weights were when they were saved, and the seconds it took."""
     start = time.perf_counter()
     accelerator.wait_for_everyone()
-    accelerator.save_state(str(checkpoint))
+    try:
+        accelerator.save_state(str(checkpoint))
+    except WRITE_ERRORS as error:
+        if (problem := write_problem(error)) is None:
+            raise
+        free = shutil.disk_usage(checkpoint.parent).free / 2**30
+        raise UserError(
+            f"a checkpoint could not be written to {checkpoint}, where {free:.2f} GiB are free: {problem}. Make room, "
+            "or save to another disk."
+        ) from error
     accelerator.wait_for_everyone()
     return _sums(model), time.perf_counter() - start
 

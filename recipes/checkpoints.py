@@ -12,17 +12,14 @@ import time
 import uuid
 from pathlib import Path
 
-import torch
 import xxhash
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 from lora import plain_name
-from safetensors import SafetensorError
 from stopping import resume_command
-from torch.distributed import DistError
-from torch.distributed.checkpoint.api import CheckpointException
 
 from adaptiveload_hf import UserError
+from adaptiveload_hf.preflight import WRITE_ERRORS, write_problem
 
 CONTENTS = "contents.json"  # of a checkpoint: its files, with bytes and checksum, and which weights are in them
 WAITS_FOR_STORAGE = 5  # of a second each
@@ -256,17 +253,13 @@ def named_if_not_written(what: str, folder: Path, output_dir: Path):
     """
     try:
         yield
-    except (DistError, torch.OutOfMemoryError):  # RuntimeErrors too, but of ranks that are gone, or of the GPU
-        raise
-    # Each of the writers has its own for a full disk.
-    except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
+    except WRITE_ERRORS as error:
+        if (problem := write_problem(error)) is None:
+            raise
         free = shutil.disk_usage(output_dir).free / 2**30
-        reason = error
-        if isinstance(error, CheckpointException):  # its own words are tracebacks
-            reason = "; ".join(f"rank {rank}: {failure!r}" for rank, (failure, _) in error.failures.items())
         last = ", ".join(path.name for path in checkpoints_in(output_dir).values()) or "none"
         raise UserError(
-            f"{what} could not be written to {folder}, where {free:.2f} GiB are free: {reason}\n"
+            f"{what} could not be written to {folder}, where {free:.2f} GiB are free: {problem}\n"
             f"Whole checkpoints: {last}. Once there is room, go on with:\n{resume_command()}"
         ) from error
 

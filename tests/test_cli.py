@@ -2,13 +2,13 @@
 
 import json
 import re
-import resource
 import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.full_disk import files_of_at_most
 from support.measured import COST, make_config, measure, save_dataset
 from support.training_logs import write_log
 
@@ -286,12 +286,8 @@ def test_a_file_of_shapes_that_cannot_be_used_is_named(run, files, content, word
 
 
 def test_a_full_disk_is_one_line_and_status_1(run):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    try:
+    with files_of_at_most(100):
         status, _, err = run(*REPORT)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert status == 1
     said = err.splitlines()[-1]
     assert re.fullmatch(r"adaptiveload: error: .*File too large.* Make room, or give a path on another disk\.", said)

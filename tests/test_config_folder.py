@@ -1,8 +1,7 @@
 """Do the files of a saved bucket config survive a full disk, a foreign README and a wrong path?"""
 
-import resource
-
 import pytest
+from support.full_disk import files_of_at_most
 from support.measured import make_config
 
 from adaptiveload_hf import BucketConfig, UserError
@@ -16,14 +15,9 @@ def folder(tmp_path):
 
 def test_a_full_disk_leaves_the_saved_config_as_it_was(folder):
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for most in (1, len(before["measurements.jsonl"]) - 1, len(before["README.md"]) - 1):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
-        try:
-            with pytest.raises(OSError, match="File too large"):
-                make_config().save_pretrained(folder)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        with files_of_at_most(most), pytest.raises(OSError, match="File too large"):
+            make_config().save_pretrained(folder)
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 

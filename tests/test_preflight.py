@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from support.full_disk import files_of_at_most
 from support.launch import ROOT, launch
 from support.preflight_runs import SIZES, TinyRun, make_plan, same
 
@@ -82,6 +83,12 @@ def test_a_checkpoint_that_does_not_bring_back_the_weights_is_named_and_kept(run
     with pytest.raises(UserError, match=r"checkpoint in .* does not bring back the weights"):
         run.preflight(checkpoint=tmp_path / "checkpoint")
     assert (tmp_path / "checkpoint").exists()
+
+
+def test_a_checkpoint_that_the_disk_does_not_hold_is_named(run, tmp_path):
+    said = r"a checkpoint could not be written to \S+checkpoint, where [\d.]+ GiB are free: .*\. Make room"
+    with files_of_at_most(2000), pytest.raises(UserError, match=said):
+        run.preflight(checkpoint=tmp_path / "checkpoint")
 
 
 def test_a_checkpoint_that_another_machine_is_removing_too_ends_no_run(run, tmp_path, monkeypatch):

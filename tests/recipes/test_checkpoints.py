@@ -1,10 +1,8 @@
 """What becomes of a run whose checkpoint is damaged, of another model, or cannot be written, or whose data changed?"""
 
-import contextlib
 import json
 import os
 import re
-import resource
 import shutil
 from types import SimpleNamespace
 
@@ -12,6 +10,7 @@ import checkpoints
 import pytest
 import torch.distributed.checkpoint
 from checkpoints import keep_metrics_until
+from support.full_disk import files_of_at_most
 from support.prepared import save_config, save_prepared
 from support.train_ranks import COUNTS, save_small_transformer, train_here
 
@@ -31,17 +30,6 @@ def setup(small_pipeline, tmp_path_factory):
     )
     train_here(setup, setup.run, max_train_steps=2, checkpointing_steps=1)
     return setup
-
-
-@contextlib.contextmanager
-def files_of_at_most(size):
-    """As on a disk that is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture

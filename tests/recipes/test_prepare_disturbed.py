@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import resource
 import signal
 import subprocess
 import time
@@ -16,6 +15,7 @@ import pytest
 import sample_plan
 from PIL import Image
 from support.clips import moving_bar, write_clip
+from support.full_disk import files_of_at_most
 from support.launch import ROOT, command_of, environment_of
 from support.preparing import BUCKETS, arguments_of, report_of, rows_of, run
 
@@ -90,13 +90,8 @@ def test_a_full_disk_ends_the_run_with_a_message_and_the_next_goes_on(
     run(monkeypatch, root, tmp_path / "fresh", tiny_pipeline)
     encoded.clear()
     size = max(path.stat().st_size for path in (tmp_path / "fresh" / "shards").iterdir())
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, limits[1]))
-    try:
-        with pytest.raises(SystemExit) as stop:
-            run(monkeypatch, root, output, tiny_pipeline)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with files_of_at_most(size // 2), pytest.raises(SystemExit) as stop:
+        run(monkeypatch, root, output, tiny_pipeline)
     assert "cannot be written: File too large. What is encoded is kept: make room" in str(stop.value.code)
     done, first = members(output), len(encoded)
     assert 0 < done < 24 and not (output / "dataset").exists()
