@@ -185,7 +185,7 @@ def _save(accelerator: Accelerator, model, checkpoint: Path) -> tuple[list[float
     except WRITE_ERRORS as error:
         if (problem := write_problem(error)) is None:
             raise
-        free = shutil.disk_usage(checkpoint.parent).free / 2**30
+        free = shutil.disk_usage(next(filter(Path.exists, checkpoint.parents))).free / 2**30
         raise UserError(
             f"a checkpoint could not be written to {checkpoint}, where {free:.2f} GiB are free: {problem}. Make room, "
             "or save to another disk."

@@ -91,6 +91,12 @@ def test_a_checkpoint_that_the_disk_does_not_hold_is_named(run, tmp_path):
         run.preflight(checkpoint=tmp_path / "checkpoint")
 
 
+def test_a_checkpoint_whose_folder_cannot_be_made_is_named(run, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"a checkpoint could not be written to \S+checkpoint, .*Not a directory"):
+        run.preflight(checkpoint=tmp_path / "file" / "folder" / "checkpoint")
+
+
 def test_a_checkpoint_that_another_machine_is_removing_too_ends_no_run(run, tmp_path, monkeypatch):
     checkpoint = tmp_path / "checkpoint"
 
