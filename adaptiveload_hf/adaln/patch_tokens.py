@@ -1,7 +1,6 @@
 """How do the patches of a video or image become tokens in one matrix product, where a model calls a convolution?"""
 
 import itertools
-import math
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +27,8 @@ def product_of_patches(convolution: nn.Module, x: Tensor) -> Tensor:
     sizes = [(length // step, step) for length, step in zip(x.shape[2:], convolution.kernel_size)]
     patches = x.reshape(*x.shape[:2], *itertools.chain(*sizes))
     patches = patches.permute(0, *range(2, patches.ndim, 2), 1, *range(3, patches.ndim, 2))
-    patches = patches.reshape(x.shape[0], math.prod(places for places, _ in sizes), -1)
-    return functional.linear(patches, convolution.weight.flatten(1), convolution.bias)
+    weight = convolution.weight.flatten(1)
+    return functional.linear(patches.reshape(x.shape[0], -1, weight.shape[1]), weight, convolution.bias)
 
 
 def is_product(convolution: nn.Module, x: Tensor) -> bool:

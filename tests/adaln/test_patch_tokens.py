@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.tiny_models import output_and_gradients, relative_error, tiny_inputs, tiny_model
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 from adaptiveload_hf import patch_model
 from adaptiveload_hf.adaln.patch_tokens import is_product, patch_tokens, product_of_patches
@@ -30,6 +31,16 @@ def test_the_product_of_patches_is_the_convolution_with_all_its_gradients(make, 
     for expected, found in zip(*[[y, *torch.autograd.grad(y, leaves, weights)] for y in outputs], strict=True):
         assert relative_error(found, expected) < 1e-6
     assert outputs[1].is_contiguous()
+
+
+def test_products_of_many_sizes_are_one_graph():
+    torch._dynamo.reset()
+    convolution, graphs = nn.Conv2d(3, 5, 2, stride=2), CompileCounter()
+    compiled = torch.compile(product_of_patches, fullgraph=True, dynamic=True, backend=graphs)
+    for shape in ((2, 3, 4, 6), (3, 3, 8, 4), (4, 3, 6, 10)):
+        x = torch.randn(shape)
+        assert relative_error(compiled(convolution, x), tokens(convolution, x)) < 1e-6
+    assert graphs.frame_count == 1
 
 
 class Doubled(nn.Conv2d):
