@@ -188,6 +188,7 @@ def is_plain(x: Tensor) -> bool:
     """Whether linears of x do no more than eager PyTorch's do, and x is an ordinary tensor of a dtype that stays."""
     if (
         type(x) is not Tensor
+        or x.is_meta
         or x.ndim < 2
         or nn.Linear.forward is not _LINEAR_FORWARD
         or torch.compiler.is_compiling()

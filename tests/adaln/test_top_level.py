@@ -71,3 +71,13 @@ def test_a_forward_that_somebody_puts_around_a_patched_model_and_takes_off_leave
     assert ops["layer_norm_modulate"] == 3
     model.forward = inner
     assert torch.equal(model(**INPUTS)[0] * 2, doubled[0])
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
+def test_on_the_meta_device_it_runs_as_before(lora):
+    model = tiny_model("wan")
+    if lora:
+        model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_out.0"]))
+    patch_model(model)
+    inputs = {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in INPUTS.items()}
+    assert model.to("meta")(**inputs)[0].shape == INPUTS["hidden_states"].shape
