@@ -114,10 +114,12 @@ class AdaptiveLoadAttnProcessor:
             return None
         linear, dropout, *_ = modules["to_out"]._modules.values()
         if native:
-            y = project_heads(F.scaled_dot_product_attention(*made), linear)
+            y = F.scaled_dot_product_attention(*made)
         else:
             y = attend(*made, attn_mask=mask, dropout_p=0.0, is_causal=False, backend=backend, parallel_config=None)
-            y = project(y.flatten(2, 3).type_as(made[0]), linear)[0]
+            y = y.type_as(made[0]).transpose(1, 2)
+        # What it saves may not depend on `native`: a backend set around the forward alone is another in recomputation.
+        y = project_heads(y, linear)
         return y if type(dropout) is nn.Dropout and dropout.p == 0 and no_hooks_on(dropout) else dropout(y)
 
     def _can_wrap(self, stock: object) -> bool:

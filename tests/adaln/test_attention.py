@@ -23,6 +23,7 @@ from support.wan_attention import (
 )
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 from adaptiveload_hf import AdaptiveLoadAttnProcessor, UserError, patch_model, unpatch_model
 from adaptiveload_hf.adaln import ops, queries
@@ -126,6 +127,17 @@ class Asked(dict):
     def __getitem__(self, key):
         self._calls.append(key)
         return super().__getitem__(key)
+
+
+def test_a_backend_set_around_the_forward_alone_goes_with_checkpointing():
+    attn, inputs = with_lora(make_attention(), ("to_q", "to_out.0")), make_inputs()
+    attn.set_processor(AdaptiveLoadAttnProcessor(attn.processor))
+    parameters = [parameter for parameter in attn.parameters() if parameter.requires_grad]
+    expected = torch.autograd.grad(attn(**inputs).square().sum(), parameters)
+    with attention_dispatch.attention_backend("_native_flash"):  # by PyTorch's choice it is the recomputation's, too
+        output = checkpoint(attn, use_reentrant=False, **inputs)
+    for found, truth in zip(torch.autograd.grad(output.square().sum(), parameters), expected, strict=True):
+        assert relative_error(found, truth) < 1e-5
 
 
 @pytest.mark.parametrize("change", ["p", "hook"])
