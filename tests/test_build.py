@@ -88,14 +88,33 @@ def run(*command, **options):
     return done.stdout
 
 
+def copy_checkout(folder):
+    ignored = shutil.ignore_patterns(".*", "build", "*.egg-info", "demo_output", "__pycache__")
+    return Path(shutil.copytree(ROOT, folder, ignore=ignored))
+
+
+def test_an_editable_install_is_found_from_the_folder_above_the_checkout(tmp_path):
+    import torch
+
+    if torch.version.cuda is not None:
+        pytest.skip("this torch has CUDA")
+    checkout, installed = copy_checkout(tmp_path / "adaptiveload_hf"), tmp_path / "installed"
+    code = f"import setuptools.build_meta as backend; backend.build_editable({str(tmp_path)!r})"
+    run(sys.executable, "-c", code, cwd=checkout)
+    (wheel,) = tmp_path.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(installed)
+    code = f"import site; site.addsitedir({str(installed)!r}); import adaptiveload_hf; print(adaptiveload_hf.__file__)"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    found = run(sys.executable, "-S", "-c", code, cwd=tmp_path, env=environment)
+    assert Path(found.strip()) == checkout / "adaptiveload_hf" / "__init__.py"
+
+
 def test_the_sdist_holds_csrc_and_its_wheel_without_cuda_is_the_typed_package_alone(tmp_path):
     import torch
 
     if torch.version.cuda is not None:
         pytest.skip("this torch has CUDA")
-    checkout = tmp_path / "checkout"
-    ignored = shutil.ignore_patterns(".*", "build", "*.egg-info", "demo_output", "__pycache__")
-    shutil.copytree(ROOT, checkout, ignore=ignored)
+    checkout = copy_checkout(tmp_path / "checkout")
     run(sys.executable, "setup.py", "--quiet", "sdist", "--dist-dir", tmp_path, cwd=checkout)
     (sdist,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
