@@ -131,7 +131,7 @@ class TrainingMonitor:
         On the device, which has yet to fill it in.
         """
         blocks = self._block_seconds or [float("nan")] * len(self._losses)
-        losses = torch.stack(self._losses)
+        losses = torch.stack(self._losses).view(len(self._losses))  # one may be a tensor of one element
         # From pinned memory the copy does not wait for the device.
         values = torch.tensor([flag, self._pace.value, *blocks], dtype=torch.float32, pin_memory=losses.is_cuda)
         return self.accelerator.gather(torch.cat([values.to(losses.device, non_blocking=True), losses])[None])

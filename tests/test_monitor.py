@@ -144,6 +144,18 @@ def test_blocks_that_are_compiled_or_missing_are_not_watched():
     assert repeated_block(torch.nn.Linear(2, 2)) is None
 
 
+def test_a_loss_may_be_a_tensor_of_one_element():
+    with fresh_accelerate(ACCELERATE_USE_CPU="true"):
+        accelerator = make_accelerator(gradient_accumulation_steps=2)
+        monitor = TrainingMonitor(accelerator, None, image_loader(accelerator, (8, 8), (2, 2), balance="none"))
+        for number, _ in enumerate(monitor):
+            with accelerator.accumulate():
+                metrics = monitor.micro_step_done(torch.tensor([1.0 + number]))
+            if metrics is not None:
+                break
+    assert metrics["loss"] == 1.5
+
+
 def test_graphs_that_are_compiled_are_counted():
     before = device_counters()["recompiles"]
     double = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
