@@ -25,6 +25,7 @@ from .errors import UserError
 
 # What the writers of checkpoints raise on a full disk: each has its own.
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError, CheckpointException)
+_NOT_THE_WRITERS = (DistError, torch.OutOfMemoryError, torch.AcceleratorError)  # RuntimeErrors, too
 _ABOVE_PREDICTED = 1.05  # of the planned GiB
 
 
@@ -168,12 +169,13 @@ def _compiled_graphs() -> int:
 
 
 def write_problem(error: BaseException) -> str | None:
-    """One of WRITE_ERRORS in a line; None for a RuntimeError of ranks that are gone, or of the GPU."""
-    if isinstance(error, DistError | torch.OutOfMemoryError):
-        return None
+    """One of WRITE_ERRORS in a line; None for an error of ranks that are gone, or of the GPU."""
+    failures = {}
     if isinstance(error, CheckpointException):  # its own words are tracebacks
-        return "; ".join(f"rank {rank}: {failure!r}" for rank, (failure, _) in error.failures.items())
-    return str(error)
+        failures = {rank: failure for rank, (failure, _) in error.failures.items()}
+    if any(isinstance(each, _NOT_THE_WRITERS) for each in (error, *failures.values())):
+        return None
+    return "; ".join(f"rank {rank}: {failure!r}" for rank, failure in failures.items()) or str(error)
 
 
 def _save(accelerator: Accelerator, model, checkpoint: Path) -> tuple[list[float], float]:

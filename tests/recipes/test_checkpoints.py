@@ -13,6 +13,7 @@ from checkpoints import keep_metrics_until
 from support.full_disk import files_of_at_most
 from support.prepared import save_config, save_prepared
 from support.train_ranks import COUNTS, save_small_transformer, train_here
+from torch.distributed.checkpoint.api import CheckpointException
 
 from adaptiveload_hf import UserError
 
@@ -120,7 +121,13 @@ def test_a_sharded_checkpoint_that_cannot_be_written_is_named_with_the_ranks_own
         torch.distributed.checkpoint.save({"weight": torch.zeros(9999)}, checkpoint_id=tmp_path / "partial")
 
 
-@pytest.mark.parametrize("error", [torch.distributed.DistBackendError("peer is gone"), torch.OutOfMemoryError()])
+GONE = torch.distributed.DistBackendError("peer is gone")
+OF_THE_GPU = torch.OutOfMemoryError(), torch.AcceleratorError("an illegal memory access")
+
+
+@pytest.mark.parametrize(
+    "error", [GONE, *OF_THE_GPU, *(CheckpointException("write", {1: (error, None)}) for error in OF_THE_GPU)], ids=repr
+)
 def test_an_error_of_the_ranks_or_the_gpu_while_saving_is_not_taken_for_one_of_the_disk(tmp_path, error):
     with pytest.raises(type(error)), checkpoints.named_if_not_written("the checkpoint", tmp_path, tmp_path):
         raise error
