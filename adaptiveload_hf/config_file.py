@@ -77,7 +77,10 @@ def read_fields(path: Path) -> dict:
         UserError: no such file, no JSON, a newer `format_version`, a key missing, unknown or there twice.
     """
     if not path.is_file():
-        raise UserError(f"{path.parent} holds no {path.name}. Give a folder that BucketConfig.save_pretrained wrote.")
+        raise UserError(
+            f"{path.parent} holds no {path.name}. Give the folder that recipes/benchmark_shapes.py, `adaptiveload fit` "
+            "or BucketConfig.save_pretrained wrote."
+        )
 
     def refuse(constant):
         raise UserError(f"{path}: {constant} stands where a finite number must be. Correct it.")

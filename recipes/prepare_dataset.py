@@ -245,7 +245,7 @@ def finish(args, family: Family, folder: Path, plan: Plan, listing: Listing, fai
     print_changes(changes)
     if listing.without_caption:
         print(f"{len(listing.without_caption)} samples have no caption", file=sys.stderr)
-    print_most_cropped(resized["cropped_by_a_third"])
+    print_resizing(resized["enlarged"], resized["cropped_by_a_third"])
     print_buckets(counts, family)
     print(f"{len(index)} samples in {output_dir / 'dataset'}, report in {output_dir / REPORT}", file=sys.stderr)
 
@@ -274,15 +274,27 @@ def print_changes(changes: dict):
     print("{} samples kept, {} added, {} redone, {} removed".format(*numbers), file=sys.stderr)
 
 
-def print_most_cropped(files: list[str]):
-    """Automatic buckets spare none for a few upright clips among many wide ones: what is in them may be lost."""
-    if files:
-        shown = ", ".join(map(printable, files[:3])) + (", ..." if len(files) > 3 else "")
+def print_resizing(enlarged: list[str], most_cropped: list[str]):
+    """Automatic buckets follow --height and --width, not the files, and spare none for a few upright clips among many
+    wide ones: the first are blurred, of the others what is in them may be lost.
+    """
+    if enlarged:
         print(
-            f"more than a third of their picture is cut away from {len(files)} of the samples: {shown}; "
-            f"{REPORT} names all. A bucket of their aspect ratio would keep it.",
+            f"enlarged to fill their bucket: {name_three(enlarged)}. Smaller buckets, or for auto a lower --height "
+            "and --width, would keep their size.",
             file=sys.stderr,
         )
+    if most_cropped:
+        print(
+            f"more than a third of their picture is cut away: {name_three(most_cropped)}. A bucket of their aspect "
+            "ratio would keep it.",
+            file=sys.stderr,
+        )
+
+
+def name_three(files: list[str]) -> str:
+    shown = ", ".join(map(printable, files[:3])) + (", ..." if len(files) > 3 else "")
+    return f"{len(files)} of the samples, {shown}; {REPORT} names all"
 
 
 def print_buckets(counts: dict[LatentShape, int], family: Family):

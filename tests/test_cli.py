@@ -165,6 +165,13 @@ def test_simulate_shows_the_baseline_first_and_dealing_by_cost_ahead_of_it(run):
     assert err.rstrip().endswith(" --balance none --memory_limit_gib 9.5 --allow_extrapolation")
 
 
+def test_simulate_of_a_config_measured_on_a_cpu_goes_on_with_the_launch_configuration_for_one(run, files):
+    make_config(environment={"gpu": None, "strategy": "fsdp2", "world_size": 4}).save_pretrained(files / "on_cpu")
+    ranks = ["--world-size", "2", "--gradient-accumulation-steps", "1"]
+    _, _, err = run("simulate", "on_cpu", "--shapes", "shapes.json", *ranks)
+    assert "next: accelerate launch --config_file accelerate_configs/cpu.yaml --num_processes 2 " in err
+
+
 def test_simulate_crosses_policies_balances_ranks_and_accumulation(run):
     options = ["--world-size", "2", "--gradient-accumulation-steps", "1", "--gradient-accumulation-steps", "4"]
     options += ["--policy", "dual", "--policy", "equal_token", "--balance", "none", "--balance", "window:2"]

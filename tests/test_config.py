@@ -195,10 +195,12 @@ def test_no_usable_measurement_is_an_error(folder):
         BucketConfig.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("name", ["bucket_config.json", "measurements.jsonl"])
-def test_a_missing_file_is_named(folder, name):
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("bucket_config.json", r".*that recipes/benchmark_shapes\.py, "), ("measurements.jsonl", "")]
+)
+def test_a_missing_file_is_named(folder, name, remedy):
     (folder / name).unlink()
-    with pytest.raises(UserError, match=f"holds no {name}"):
+    with pytest.raises(UserError, match=f"holds no {name}{remedy}"):
         BucketConfig.from_pretrained(folder)
 
 

@@ -47,7 +47,10 @@ def test_a_prepared_dataset(tmp_path):
     out, err = run("scan", tmp_path / "prepared")
     assert out.splitlines()[-1].split() == ["21x60x104", "81x480x832", "32760", "2", "40.0%"]
     assert "prepared dataset: 5 samples in 2 shapes" in err
-    assert err.splitlines()[-1].startswith("next: accelerate launch recipes/benchmark_shapes.py --dataset ")
+    assert err.splitlines()[-1].startswith(
+        "next: accelerate launch --config_file accelerate_configs/fsdp2.yaml --num_processes GPUS "
+        "recipes/benchmark_shapes.py --dataset "
+    )
 
 
 def test_cached_latents_whose_captions_have_lengths_of_their_own(tmp_path):

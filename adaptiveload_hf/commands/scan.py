@@ -71,6 +71,7 @@ def _say_next(dataset, found, rows):
         say_next("python", "recipes/prepare_dataset.py", *folders, *model, "--video_resolution_buckets", *sizes)
     elif found.kind == "prepared dataset":
         folders = ("--dataset", dataset, "--output_dir", "config")
-        say_next("accelerate", "launch", "recipes/benchmark_shapes.py", *folders, *model)
+        launch = ("--config_file", "accelerate_configs/fsdp2.yaml", "--num_processes", "GPUS")
+        say_next("accelerate", "launch", *launch, "recipes/benchmark_shapes.py", *folders, *model)
     else:
         say_next("adaptiveload", "plan", "CONFIG", "--dataset", dataset, "--world-size", "8")

@@ -23,7 +23,7 @@ from .arguments import (
     ranks_of,
 )
 
-_LAUNCH_CONFIGS = ("single", "ddp", "fsdp2", "hsdp")  # files in accelerate_configs/
+_LAUNCH_CONFIGS = ("single", "ddp", "fsdp2", "hsdp", "cpu")  # files in accelerate_configs/
 _COLUMNS = {  # key of `simulate --json` -> (column, format); those that a row lacks are left out
     "policy": ("policy", "{}"),
     "balance": ("balance", "{}"),
@@ -51,9 +51,11 @@ def simulate(
     dataset: Dataset = None,
     shapes: Shapes = None,
     revision: Revision = None,
-    world_size: Annotated[list[int] | None, typer.Option(min=1, help="Number of data ranks; repeatable.")] = None,
+    world_size: Annotated[
+        list[int] | None, typer.Option(min=1, help="Number of data ranks; repeatable. Default: as measured.")
+    ] = None,
     gradient_accumulation_steps: Annotated[
-        list[int] | None, typer.Option(min=1, help="Micro-steps per optimizer step; repeatable.")
+        list[int] | None, typer.Option(min=1, help="Micro-steps per optimizer step; repeatable. Default: as measured.")
     ] = None,
     policy: Annotated[
         list[str] | None,
@@ -111,7 +113,10 @@ def simulate(
 
 def _train_command(config, loaded, dataset, world_size):
     strategy, launch = loaded.environment.get("strategy"), []
-    if strategy == "single" and world_size > 1:
+    on_cpu = loaded.environment.get("gpu", "unknown") is None
+    if strategy == "fsdp2" and on_cpu:
+        strategy = "cpu"
+    elif strategy == "single" and world_size > 1:
         strategy = "fsdp2"
     if strategy in _LAUNCH_CONFIGS:
         launch = ["--config_file", f"accelerate_configs/{strategy}.yaml", "--num_processes", str(world_size)]

@@ -271,9 +271,14 @@ def test_the_demo_files_are_the_same_each_time_and_fill_every_bucket_they_were_m
     assert " moving " in listing.captions[paths[-1].name]
 
 
-def test_pictures_of_which_most_is_cut_away_are_named(stills, tmp_path, monkeypatch, capsys, tiny_pipeline):
+def test_pictures_that_are_enlarged_or_of_which_most_is_cut_away_are_named(
+    stills, tmp_path, monkeypatch, capsys, tiny_pipeline
+):
     for name, size in (("tall.png", (32, 96)), ("square.png", (48, 48))):
         Image.new("RGB", size).save(stills / name)
     run(monkeypatch, stills, tmp_path / "out", tiny_pipeline, buckets=["1x32x48"])
-    assert report_of(tmp_path / "out")["resized"]["cropped_by_a_third"] == ["tall.png"]
-    assert "cut away from 1 of the samples: tall.png; prepare_report.json names all" in capsys.readouterr().err
+    resized = report_of(tmp_path / "out")["resized"]
+    assert (resized["enlarged"], resized["cropped_by_a_third"]) == (["tall.png"], ["tall.png"])
+    printed = capsys.readouterr().err
+    assert "enlarged to fill their bucket: 1 of the samples, tall.png; prepare_report.json names all" in printed
+    assert "cut away: 1 of the samples, tall.png; prepare_report.json names all" in printed
