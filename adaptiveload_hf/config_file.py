@@ -78,8 +78,8 @@ def read_fields(path: Path) -> dict:
     """
     if not path.is_file():
         raise UserError(
-            f"{path.parent} holds no {path.name}. Give the folder that recipes/benchmark_shapes.py, `adaptiveload fit` "
-            "or BucketConfig.save_pretrained wrote."
+            f"{path.parent} holds no {path.name}. Give the folder that recipes/benchmark_shapes.py, `adaptiveload "
+            "fit` or BucketConfig.save_pretrained wrote."
         )
 
     def refuse(constant):
