@@ -1,7 +1,7 @@
 """How do the processes of one launch, and the threads of each, share a list of work?"""
 
-import itertools
 import os
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +14,6 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from adaptiveload_hf import make_accelerator
 from adaptiveload_hf.errors import UserError
-
-_waits = itertools.count()  # the same number on all ranks
 
 
 def join_processes() -> Accelerator:
@@ -30,9 +28,11 @@ def others_wait(accelerator: Accelerator) -> Iterator[None]:
     NCCL ends a run whose ranks have waited for 600 seconds, which the upload of a large model may take. Asking the
     launcher's store has no such limit, and needs no other port or backend.
     """
+    # A key of its own: the store outlives processes that the launcher starts again, and keeps theirs.
+    key = broadcast_object_list([uuid.uuid4().hex])[0]
     yield
     if accelerator.num_processes > 1:
-        store, key = _get_default_store(), f"main_is_done_{next(_waits)}"
+        store = _get_default_store()
         store.set(key, "") if accelerator.is_main_process else store.wait([key], timedelta(days=30))
 
 

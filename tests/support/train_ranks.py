@@ -76,10 +76,11 @@ def train_on_ranks(
 
 
 def work_alone() -> str:
-    """The main process's result on every rank, though it takes longer than the ranks' collectives may."""
+    """The main process's result on every rank, though it takes longer than the ranks' collectives may; likewise in
+    processes that the launcher starts again, with the same store."""
     sys.path.insert(0, str(RECIPES))
+    import shared_work
     from accelerate import Accelerator
-    from shared_work import on_main
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     accelerator = Accelerator()
@@ -90,7 +91,8 @@ def work_alone() -> str:
         time.sleep(1)
         return f"made on rank {accelerator.process_index}"
 
-    return on_main(accelerator, work)
+    shared_work.on_main(accelerator, work)
+    return importlib.reload(shared_work).on_main(accelerator, work)
 
 
 def held_out_loss(folder: str) -> float:
