@@ -163,6 +163,8 @@ def _seconds(container, stream) -> float:
 
 def _nearest_shape(frames: int, height: int, width: int) -> LatentShape:
     temporal, spatial = _USUAL_SCALE
+    if 1 < frames <= temporal:
+        raise UserError(f"too short: {frames} frames at this fps, and the shortest clip has {temporal + 1}")
     if min(height, width) < _PIXEL_STEP:
         raise UserError(f"it is {height}x{width} pixels, less than {_PIXEL_STEP}")
     step = _PIXEL_STEP // spatial

@@ -93,6 +93,7 @@ def test_clips_and_pictures_are_counted_as_they_are_shown_and_the_next_command_p
     turned[0x0112] = 6
     Image.new("RGB", (50, 80)).save(folder / "d.jpg", exif=turned)
     write_sound(folder / "sound.mp4")
+    write_clip(folder / "short.mp4", moving_bar(4, 48, 80), rate=16)
     (folder / "e.png").write_bytes(b"no picture")
     (folder / "cut.mp4").write_bytes(clip.read_bytes()[:500])
     os.mkfifo(folder / "pipe.mp4")
@@ -101,8 +102,9 @@ def test_clips_and_pictures_are_counted_as_they_are_shown_and_the_next_command_p
     found = scan(folder)
     assert (found.kind, counts(found)) == ("clips and pictures", {"1x6x10": 2, "9x6x10": 3})
     refused = [problem.split(": ")[0] for problem in found.problems]
-    assert sorted(refused) == ["cut.mp4", "e.png", "linked", "pipe.mp4", "sound.mp4"]
+    assert sorted(refused) == ["cut.mp4", "e.png", "linked", "pipe.mp4", "short.mp4", "sound.mp4"]
     assert {"cut.mp4: Invalid data found when processing input", "pipe.mp4: it is no file"} <= set(found.problems)
+    assert "short.mp4: too short: 4 frames at this fps, and the shortest clip has 5" in found.problems
     assert counts(scan(folder, fps=8)) == {"1x6x10": 2, "5x6x10": 3}
     err = run("scan", folder)[1]
     assert err.splitlines()[-1].endswith(
