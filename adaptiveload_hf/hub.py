@@ -80,7 +80,7 @@ def download(repo_id: str, files: list[str], *, revision: str | None, **options:
     except RepositoryNotFoundError as error:
         raise UserError(
             f"{repo_id} is no folder here and no Hub repository that you may read. Check the spelling; "
-            "for a private or gated one log in with `hf auth login` or pass token=..."
+            "for a private or gated one log in with `hf auth login`, set HF_TOKEN, or pass token=..."
         ) from error
     except RevisionNotFoundError as error:
         raise UserError(f"{repo_id} has no revision {revision!r}. Pass a branch, a tag or a commit of it.") from error
