@@ -89,9 +89,11 @@ class RandomTraining:
                 print(report, file=sys.stderr)
         if name == "compiled":
             # Each block by itself, as diffusers' compile_repeated_blocks does, but inside FSDP's hooks and the
-            # checkpoint, which would break its graph. Dynamic from the start: a graph a shape would take minutes.
+            # checkpoint, which would break its graph. Dynamic from the start: a graph a shape would take minutes. And
+            # without what computes wrong gradients of modulation tables (pytorch#193061, on by default since 2.10).
+            wrong = {"triton.mix_order_reduction"}.intersection(torch._inductor.list_options())
             for block in blocks:
-                block.forward = torch.compile(block.forward, dynamic=True)
+                block.forward = torch.compile(block.forward, dynamic=True, options=dict.fromkeys(wrong, False))
             hooks = [block.register_forward_pre_hook(alike) for block in blocks]
         yield
         if name == "patched":
