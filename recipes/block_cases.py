@@ -11,6 +11,7 @@ from diffusers import (
     SD3Transformer2DModel,
     WanTransformer3DModel,
 )
+from inductor_options import correct_options
 from peft import LoraConfig
 from torch import nn
 
@@ -20,8 +21,7 @@ DEVICE = "cuda"
 WIDTHS = {"1.3B": (12, 8960), "14B": (40, 13824)}  # heads of 128, width of the feed-forward
 LATENTS = {7800: (5, 60, 104), 32760: (21, 60, 104)}
 CONTENDERS = ("eager", "compile", "patched", "patched + compile")
-# torch.compile without what computes wrong gradients of modulation tables (pytorch#193061, on by default since 2.10).
-CORRECT = "compile, correct"
+CORRECT = "compile, correct"  # with `correct_options`
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def contenders(model: nn.Module, names: tuple[str, ...] = CONTENDERS) -> dict[st
         if "patched" in name:
             patch_model(other)
         if "compile" in name:
-            compile_blocks(other, {"triton.mix_order_reduction": False} if name == CORRECT else {})
+            compile_blocks(other, correct_options() if name == CORRECT else {})
     return models
 
 

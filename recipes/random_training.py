@@ -10,6 +10,7 @@ import wan_training
 from accelerate.utils import set_seed
 from benchmark_shapes import use_config_alone
 from flow_matching import make_flow_matching
+from inductor_options import correct_options
 from lora import add_lora_arguments
 from model_setup import describe_run, load_model_config, load_transformer, prepare_training
 from random_batches import column_sizes, make_random_batches
@@ -89,11 +90,9 @@ class RandomTraining:
                 print(report, file=sys.stderr)
         if name == "compiled":
             # Each block by itself, as diffusers' compile_repeated_blocks does, but inside FSDP's hooks and the
-            # checkpoint, which would break its graph. Dynamic from the start: a graph a shape would take minutes. And
-            # without what computes wrong gradients of modulation tables (pytorch#193061, on by default since 2.10).
-            wrong = {"triton.mix_order_reduction"}.intersection(torch._inductor.list_options())
+            # checkpoint, which would break its graph. Dynamic from the start: a graph a shape would take minutes.
             for block in blocks:
-                block.forward = torch.compile(block.forward, dynamic=True, options=dict.fromkeys(wrong, False))
+                block.forward = torch.compile(block.forward, dynamic=True, options=correct_options())
             hooks = [block.register_forward_pre_hook(alike) for block in blocks]
         yield
         if name == "patched":
