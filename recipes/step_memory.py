@@ -4,6 +4,7 @@ accelerate launch --config_file accelerate_configs/fsdp2.yaml --num_processes 2 
     --config recipes/runs/wan2.1_14b.json --num_layers 36 --points 1x60x104=1 21x60x104=1 --output_dir wan_14b
 
 Random weights and latents. Short steps vary with the host: `--kernels eager patched eager patched` takes turns.
+`--memory_limit_gib 48` leaves each process what a card of 48 GiB has: the last points say what does not fit any more.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import torch
 from data_setup import parse_batch_sizes
 from random_training import KERNELS, RandomTraining, add_training_arguments
 
-from adaptiveload_hf import LatentShape, TokenGeometry, make_accelerator
+from adaptiveload_hf import LatentShape, TokenGeometry, UserError, make_accelerator
 from adaptiveload_hf.device_memory import empty_device_cache, read_device_memory, reset_peak_memory, wait_for_device
 from adaptiveload_hf.distributed import all_ranks_fail_together
 from adaptiveload_hf.errors import exit_on_user_error
@@ -48,18 +49,39 @@ def main():
     )
     with all_ranks_fail_together(accelerator):
         training, rows = RandomTraining(accelerator, args), []
+        limit_memory(accelerator.device, args.memory_limit_gib)
         for checkpointing, kernels in itertools.product(checkpointings(args), args.kernels):
             set_checkpointing(training, checkpointing)
             with training.kernels(kernels):
                 training.warm_up(kernels, points)
-                rows += [
-                    {"kernels": kernels, "checkpointing": checkpointing, **measure(training, *point, args.repeats)}
-                    for point in points
-                ]
+                for point in points:
+                    row = measure(training, *point, args.repeats)
+                    rows.append({"kernels": kernels, "checkpointing": checkpointing, **row})
+                    if row["oom"] and accelerator.num_processes > 1:
+                        write(output, training, rows)
+                        raise UserError(
+                            f"out of memory: {row['shape']}={row['batch_size']}, {kernels}. The other ranks wait for "
+                            "this one inside the step, so the run ends here, and what comes after is not tried. What "
+                            f"was measured is in {output}."
+                        )
             if accelerator.is_main_process:
-                write(output / "step_memory.json", args, rows, training.environment)
+                write(output, training, rows)
         accelerator.wait_for_everyone()
     accelerator.end_training()
+
+
+def limit_memory(device: torch.device, gib: float | None) -> None:
+    """PyTorch may hold so much of this GPU; a request for more runs out of memory, as on a smaller card.
+
+    Raises:
+        UserError: there is no GPU, or a smaller one.
+    """
+    if gib is None:
+        return
+    total = torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else 0.0
+    if gib > total:
+        raise UserError(f"--memory_limit_gib {gib:g}: each process needs a GPU with more, but found {total:.1f} GiB.")
+    torch.cuda.set_per_process_memory_fraction(gib / total, device)
 
 
 def checkpointings(args) -> list[bool | None]:
@@ -85,8 +107,6 @@ def measure(training: RandomTraining, shape: LatentShape, size: int, repeats: in
         try:
             training.whole_step(shape, size)
         except torch.OutOfMemoryError:
-            if accelerator.num_processes > 1:
-                raise
             oom = True
             training.model.zero_grad()
             break
@@ -94,8 +114,9 @@ def measure(training: RandomTraining, shape: LatentShape, size: int, repeats: in
         seconds.append(time.perf_counter() - start)
     memory = read_device_memory(device)
     times = (min(seconds), statistics.median(seconds)) if seconds else (0.0, 0.0)
-    found = torch.tensor([memory.peak_gib, memory.reserved_gib, *times], device=device)
-    peak_gib, reserved_gib, least, median = accelerator.gather(found[None]).amax(0).tolist()
+    found = torch.tensor([memory.peak_gib, memory.reserved_gib, *times], device=device)[None]
+    # Whoever ran out of memory finds no other rank in the gathering.
+    peak_gib, reserved_gib, least, median = (found if oom else accelerator.gather(found)).amax(0).tolist()
     row = {"shape": str(shape), "batch_size": size, "tokens": TokenGeometry().tokens(shape), "oom": oom}
     row |= {"seconds": least, "median_seconds": median, "peak_gib": peak_gib, "reserved_gib": reserved_gib}
     if accelerator.is_main_process:
@@ -103,13 +124,16 @@ def measure(training: RandomTraining, shape: LatentShape, size: int, repeats: in
     return row
 
 
-def write(path: Path, args, rows: list[dict], environment: dict) -> None:
+def write(folder: Path, training: RandomTraining, rows: list[dict]) -> None:
     about = {
         "command": shlex.join(["recipes/step_memory.py", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
-        "environment": environment,
+        "environment": training.environment,
     }
-    path.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    # Ranks that run out of memory do so at the same moment.
+    own = folder / f"step_memory.{training.accelerator.process_index}.json"
+    own.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    own.replace(folder / "step_memory.json")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,17 @@
 """Do all arms of a comparison train the same samples, and do prediction, numbers and picture come out of one run?"""
 
+import contextlib
 import json
 import sys
 
+import accelerate
 import compare_schedules
 import lanes_picture
 import numpy as np
 import pytest
 import step_memory
+import torch
+from random_training import RandomTraining
 from schedule_arms import Arm, scaled, schedule_of
 from support.accelerators import FSDP2, fresh_accelerate, one_rank
 from support.launch import ROOT
@@ -168,6 +172,34 @@ def test_step_memory_tries_both_kernels_with_and_without_the_checkpoint(tmp_path
     sizes = (("1x4x4", 1, 4), ("2x4x8", 2, 16))
     assert rows == [(on, by, *size) for on in (True, False) for by in ("eager", "patched") for size in sizes]
     assert all(row["median_seconds"] >= row["seconds"] > 0 and not row["oom"] for row in result["rows"])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_step_memory_keeps_what_it_measured_when_a_rank_runs_out_of_memory(tmp_path, monkeypatch, ranks):
+    def whole_step(training, shape, size):
+        if shape.frames > 1 and len(training.model.blocks) > 1:  # a warm-up has one block
+            if ranks > 1:
+                monkeypatch.setattr(accelerate.Accelerator, "num_processes", ranks)
+            raise torch.OutOfMemoryError("of 48 GiB")
+
+    monkeypatch.setattr(RandomTraining, "whole_step", whole_step)
+    monkeypatch.setattr(step_memory, "all_ranks_fail_together", contextlib.nullcontext)
+    ending = pytest.raises(UserError, match=r"out of memory: 2x4x8=1, eager\. The other")
+    with fresh_accelerate(ACCELERATE_USE_CPU="true"):
+        set_arguments(monkeypatch, tmp_path, "--points", "1x4x4=1", "2x4x8=1", "5x4x8=1")
+        with contextlib.nullcontext() if ranks == 1 else ending:
+            step_memory.main()
+    rows = json.loads((tmp_path / "step_memory.json").read_text())["rows"]
+    shapes = [(row["shape"], row["oom"]) for row in rows]
+    alone = [("1x4x4", False), ("2x4x8", True), ("5x4x8", True)] * 2
+    assert shapes == (alone if ranks == 1 else alone[:2])
+
+
+def test_step_memory_limits_no_memory_that_is_not_there(tmp_path, monkeypatch):
+    with fresh_accelerate(ACCELERATE_USE_CPU="true"):
+        set_arguments(monkeypatch, tmp_path, "--points", "1x4x4=1", "--memory_limit_gib", "48")
+        with pytest.raises(UserError, match="a GPU with more, but found 0"):
+            step_memory.main()
 
 
 RESULTS = sorted((ROOT / "recipes" / "results").glob("*_compare.json"))
