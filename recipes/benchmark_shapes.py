@@ -13,6 +13,7 @@ from pathlib import Path
 import sd3_training
 import wan_training
 from accelerate.utils import broadcast_object_list, gather_object, set_seed
+from data_setup import parse_batch_sizes
 from flow_matching import make_flow_matching
 from lora import add_lora_arguments
 from model_setup import (
@@ -60,6 +61,7 @@ def parse_args(argv=None) -> argparse.Namespace:
         default=12,
         help=f"most (shape, batch size) pairs to time; under {SURE_POINTS} the law is a guess",
     )
+    add("--points", nargs="+", metavar="SHAPE=B", help="time these, such as 21x60x104=1, instead of choosing")
     add("--push_to_hub", action="store_true")
     add("--hub_model_id", help="repository (default: the name of --output_dir)")
     add("--hub_token")
@@ -84,7 +86,8 @@ def main():
             use_config_alone(accelerator, args, output_dir / "pipeline")
         dataset = None if args.dataset is None else load_prepared(args.dataset)
         counts = read_samples(args.shapes).counts if dataset is None else shape_counts(read_shapes(dataset))
-        config = benchmark(accelerator, args, dataset, counts, output_dir, args.max_points)
+        points = [item for word in args.points or () for item in parse_batch_sizes([word]).items()]
+        config = benchmark(accelerator, args, dataset, counts, output_dir, args.max_points, points)
         if accelerator.is_main_process:
             show(args, config)
             if args.push_to_hub:
@@ -111,7 +114,7 @@ def bucket_config_for(accelerator, args, dataset) -> str:
     return str(folder)
 
 
-def benchmark(accelerator, args, dataset, counts, output_dir: Path, max_points: int = 12) -> BucketConfig:
+def benchmark(accelerator, args, dataset, counts, output_dir: Path, max_points=12, points=()) -> BucketConfig:
     """Measures, fits, plans, measures the plan's largest micro-batch too, and saves.
 
     Args:
@@ -119,6 +122,7 @@ def benchmark(accelerator, args, dataset, counts, output_dir: Path, max_points: 
         dataset: prepared, or None.
         counts: samples of each shape.
         output_dir: folder of the bucket config.
+        points: (shape, batch size) pairs that alone are measured, as they are written; none: chosen for the shapes.
 
     Returns:
         The config, the same on all ranks.
@@ -139,8 +143,7 @@ def benchmark(accelerator, args, dataset, counts, output_dir: Path, max_points: 
     run_step, kept_gib = make_run_step(accelerator, args, family, sizes)
     environment["gradient_gib"] = max(gather_object([kept_gib]))
     path = output_dir / "measurements.jsonl"
-    # One of the points is kept for the largest micro-batch of the plan.
-    measurements = measure_shapes(accelerator, run_step, counts, geometry, max_points=max_points - 1, output_path=path)
+    measurements = measure(accelerator, run_step, counts, geometry, path, max_points, points)
 
     def plan_from(measurements) -> BucketConfig:
         config = BucketConfig.from_measurements(
@@ -156,7 +159,8 @@ def benchmark(accelerator, args, dataset, counts, output_dir: Path, max_points: 
 
     config = plan_from(measurements)
     # Ranks on unlike GPUs would plan apart, and each wait for the others at a point of its own.
-    largest = broadcast_object_list([unmeasured_largest(config, args.gradient_accumulation_steps)])[0]
+    largest = None if points else unmeasured_largest(config, args.gradient_accumulation_steps)
+    largest = broadcast_object_list([largest])[0]
     if largest is not None:
         measurements = measure_steps(accelerator, run_step, [largest], output_path=path)
         if accelerator.is_main_process:
@@ -165,6 +169,15 @@ def benchmark(accelerator, args, dataset, counts, output_dir: Path, max_points: 
     if accelerator.is_main_process:
         config.save_pretrained(output_dir)
     return config
+
+
+def measure(accelerator, run_step, counts, geometry, path: Path, max_points: int, points) -> list:
+    """The given points, or such as show the law of these shapes; one is kept for the plan's largest micro-batch."""
+    if not points:
+        return measure_shapes(accelerator, run_step, counts, geometry, max_points=max_points - 1, output_path=path)
+    shapes = [(LatentShape.parse(shape), size) for shape, size in points]
+    given = [Point(shape, geometry.tokens(shape), size) for shape, size in shapes]
+    return measure_steps(accelerator, run_step, given, output_path=path)
 
 
 def make_run_step(accelerator, args, family, sizes: dict):

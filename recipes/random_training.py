@@ -20,7 +20,7 @@ from training_loop import run_micro_step
 from adaptiveload_hf import LatentShape, patch_model, unpatch_model
 from adaptiveload_hf.device_memory import empty_device_cache, reset_peak_memory
 
-KERNELS = ("eager", "patched", "compiled")
+KERNELS = ("eager", "patched", "compiled", "patched_compiled")
 
 
 def add_training_arguments(parser) -> None:
@@ -84,39 +84,45 @@ class RandomTraining:
     def kernels(self, name: str):
         """The blocks run on these (one of KERNELS) inside the `with`."""
         blocks = [module for module in self.model.modules() if "WanTransformerBlock" in type(module).__name__]
-        if name == "patched":
+        patched, compiled = "patched" in name, "compiled" in name
+        if patched:
             report = patch_model(self.model)
             if self.accelerator.is_main_process:
                 print(report, file=sys.stderr)
-        if name == "compiled":
+        if compiled:
             # Each block by itself, as diffusers' compile_repeated_blocks does, but inside FSDP's hooks and the
             # checkpoint, which would break its graph. Dynamic from the start: a graph a shape would take minutes.
+            uncompiled = [block.__dict__.get("forward") for block in blocks]  # a patched one's own
             for block in blocks:
                 block.forward = torch.compile(block.forward, dynamic=True, options=correct_options())
             hooks = [block.register_forward_pre_hook(alike) for block in blocks]
         yield
-        if name == "patched":
-            unpatch_model(self.model)
-        if name == "compiled":
-            for hook, block in zip(hooks, blocks):
+        if compiled:
+            for hook, block, forward in zip(hooks, blocks, uncompiled):
                 hook.remove()
                 del block.forward
-            torch._dynamo.reset()
+                if forward is not None:
+                    block.forward = forward
+        if patched:
+            unpatch_model(self.model)
 
     def warm_up(self, name: str, sizes: list[tuple[LatentShape, int]]) -> None:
         """What happens once in a run of days: attention's plans, and graphs. Peak memory is counted from here on.
 
         Attention makes a plan at the first call of a size, torch.compile may make a graph. One block does for all.
+        The largest comes first, since Inductor chooses its kernels for the size that it sees.
 
         Args:
             name: of the kernels in use.
             sizes: every (shape, B) that will come, the smallest first.
         """
-        self.whole_step(*sizes[0])  # FSDP2 looks for its blocks at the first call
+        if not self._planned:
+            self.whole_step(*sizes[0])  # FSDP2 looks for its blocks at the first call
         with self._one_block():
-            for shape, size in sizes:
-                if name == "compiled" or (shape, size) not in self._planned:
+            for shape, size in reversed(sizes):
+                if "compiled" in name or (shape, size) not in self._planned:
                     self.whole_step(shape, size)
+        self.whole_step(*sizes[0])  # the other blocks' first call on these kernels
         self._planned.update(sizes)
         empty_device_cache(self.accelerator.device)
         reset_peak_memory(self.accelerator.device)

@@ -10,6 +10,7 @@ from adaptiveload_hf.buckets.cost import CostModel
 from adaptiveload_hf.buckets.plan import BucketPlan, make_plan
 from adaptiveload_hf.buckets.schedule import EpochSchedule, loss_weights, schedule_epoch
 from adaptiveload_hf.buckets.simulate import simulate
+from adaptiveload_hf.environment import memory_elsewhere
 
 SAME_BUCKET = "same_bucket"
 
@@ -144,7 +145,9 @@ def predict(arm: Arm, plan: BucketPlan, schedule: EpochSchedule, laws: dict[str,
     predicted = asdict(simulation) if cost is not None else {}
     lanes = {} if cost is None else lanes_of(plan, schedule, cost)
     if law is not None and law.memory_model is not None:
-        predicted["peak_gib"] = float(law.memory_model.gib(schedule.sizes, schedule.tokens).max())
+        ranks, accumulation = schedule.world_size, schedule.gradient_accumulation_steps
+        memory, _ = memory_elsewhere(law.memory_model, law.environment, ranks, accumulation)
+        predicted["peak_gib"] = float(memory.gib(schedule.sizes, schedule.tokens).max())
     return {
         "arm": str(arm),
         "balance": schedule.balance,

@@ -118,3 +118,18 @@ def test_what_was_measured_before_is_kept_and_pushed_but_never_mixed_with_anothe
     (tmp_path / "benchmark_setup.json").write_text('{"model": ')
     with pytest.raises(UserError, match=r"benchmark_setup\.json should say .* but it is damaged"):
         benchmark()
+
+
+def test_given_points_alone_are_measured(tmp_path, tiny_pipeline, dataset, monkeypatch):
+    points = ("1x4x4=1", "1x4x4=8", "2x4x8=1", "5x4x8=1", "5x4x8=3")
+    for shape, size in (point.split("=") for point in points[:-1]):
+        tokens = TokenGeometry().tokens(LatentShape.parse(shape))
+        append_line(
+            tmp_path / "measurements.jsonl", Measurement(shape, tokens, int(size), 9.0 * tokens, 0.0, (1.0,)).to_json()
+        )
+    words = [*arguments(tiny_pipeline, dataset, tmp_path, "--points", *points)]
+    monkeypatch.setattr(sys, "argv", ["", *map(str, words)])
+    with fresh_accelerate(ACCELERATE_USE_CPU="true"):
+        benchmark_shapes.main()
+    measured = BucketConfig.from_pretrained(tmp_path).measurements
+    assert tuple(f"{m.shape}={m.batch_size}" for m in measured) == points

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import step_memory
 import torch
-from random_training import RandomTraining
+from random_training import KERNELS, RandomTraining
 from schedule_arms import Arm, scaled, schedule_of
 from support.accelerators import FSDP2, fresh_accelerate, one_rank
 from support.launch import ROOT
 from support.prepared import save_config
 
-from adaptiveload_hf import BucketConfig, LatentShape, TokenGeometry, UserError, fit_cost_model
+from adaptiveload_hf import BucketConfig, LatentShape, TokenGeometry, UserError, fit_cost_model, make_accelerator
 from adaptiveload_hf.buckets.cost import read_measurements
 from adaptiveload_hf.buckets.fit import fit_memory_model
 from adaptiveload_hf.buckets.simulate import simulate
@@ -138,6 +138,19 @@ def test_a_run_measures_what_was_predicted_and_its_lanes_are_drawn(tmp_path, con
     monkeypatch.setattr(sys, "argv", [*picture, "dual/none/eager"])
     with pytest.raises(UserError, match=r"there are the arms equal_token/none/eager.*but not dual/none/eager"):
         lanes_picture.main()
+
+
+def test_kernels_of_an_arm_are_gone_after_it(tmp_path, monkeypatch):
+    with fresh_accelerate(ACCELERATE_USE_CPU="true"):
+        set_arguments(monkeypatch, tmp_path, "--points", "1x4x4=1")
+        training = RandomTraining(make_accelerator(), step_memory.parse_args())
+        blocks = training.model.blocks
+        before = [block.forward for block in blocks]
+        for name in KERNELS:
+            with training.kernels(name):
+                assert ("forward" in vars(blocks[1])) == (name != "eager")
+            assert [block.forward for block in blocks] == before
+            assert not any(block._forward_pre_hooks for block in blocks)
 
 
 def test_a_replay_on_one_process_adds_up_the_slowest_ranks(tmp_path, config, monkeypatch):
