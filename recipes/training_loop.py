@@ -3,12 +3,13 @@
 import json
 import math
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from checkpoints import named_if_not_written, save_checkpoint
+from checkpoints import keep_metrics_until, named_if_not_written, save_checkpoint
 from data_setup import parse_batch_sizes
 from stopping import out_of_memory, resume_command, stop_requests
 from tqdm.auto import tqdm
@@ -65,16 +66,17 @@ def run_steps(accelerator: Accelerator, args, model, loader, scheduler, run, tot
                     "grad_norm": _number(grad_norm),
                     "skipped_steps": skipped,
                 }
+                _write(accelerator, output_dir, metrics)
+                _show(metrics, monitor.status_line(measured), bar)
                 finished = step == total_steps
-                # First: a validation may run out of memory, or take longer than who asked to stop will wait.
                 if stop or finished or step % args.checkpointing_steps == 0:
                     save_checkpoint(accelerator, model, output_dir, step, args)
-                try:
-                    if finished or (step % args.validation_steps == 0 and not stop):
-                        for validate in validators:
-                            metrics |= validate(step)
-                finally:
-                    _write(accelerator, output_dir, metrics, monitor.status_line(measured), bar)
+                # Last: it may run out of memory, or take longer than who asked to stop will wait.
+                if finished or (step % args.validation_steps == 0 and not stop):
+                    for validate in validators:
+                        if validated := validate(step):
+                            metrics |= validated
+                            _complete(accelerator, output_dir, metrics, validated)
                 if stop or finished:
                     break
                 done = []
@@ -149,19 +151,38 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _write(accelerator: Accelerator, output_dir: Path, metrics: dict, status: str, bar) -> None:
-    """The step's line, in metrics.jsonl, in the tracker and beside the progress bar."""
-    numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
-    by_shape = metrics.get("validation_loss_by_shape", {})
+def _write(accelerator: Accelerator, output_dir: Path, metrics: dict) -> None:
+    """The step's line, in metrics.jsonl and in the tracker."""
     if accelerator.is_main_process:
-        lines = output_dir / "metrics.jsonl"
-        with named_if_not_written(f"the metrics of step {metrics['step']}", lines, output_dir):
+        with _named_metrics(output_dir, metrics) as lines:
             append_line(lines, json.dumps(metrics))
-        bar.set_postfix_str(status)
+    accelerator.log({name: value for name, value in metrics.items() if isinstance(value, float)}, metrics["step"])
+
+
+def _complete(accelerator: Accelerator, output_dir: Path, metrics: dict, validated: dict) -> None:
+    """The step's line again, now with what was validated after its checkpoint."""
+    if accelerator.is_main_process:
+        with _named_metrics(output_dir, metrics) as lines:
+            keep_metrics_until(lines, metrics["step"] - 1, json.dumps(metrics) + "\n")
+    numbers = {name: value for name, value in validated.items() if isinstance(value, float)}
+    by_shape = validated.get("validation_loss_by_shape", {})
+    accelerator.log(numbers | {f"validation_loss/{name}": loss for name, loss in by_shape.items()}, metrics["step"])
+
+
+@contextmanager
+def _named_metrics(output_dir: Path, metrics: dict):
+    lines = output_dir / "metrics.jsonl"
+    with named_if_not_written(f"the metrics of step {metrics['step']}", lines, output_dir):
+        yield lines
+
+
+def _show(metrics: dict, status: str, bar) -> None:
+    """What is new, beside the progress bar."""
+    bar.set_postfix_str(status)
+    bar.update()
+    if not bar.disable:
         for finding in metrics["findings"]:
             say(finding)
-    accelerator.log(numbers | {f"validation_loss/{name}": loss for name, loss in by_shape.items()}, metrics["step"])
-    bar.update()
 
 
 def init_trackers(accelerator: Accelerator, name: str, args) -> None:

@@ -13,7 +13,7 @@ from diffusers import WanPipeline, WanTransformer3DModel
 from safetensors.torch import load_file
 from support.clips import real_clips
 from support.prepared import save_config, save_prepared
-from support.train_ranks import COUNTS, arguments, timeless, train_here
+from support.train_ranks import COUNTS, arguments, metrics_of, timeless, train_here
 
 from adaptiveload_hf.buckets.shapes import TokenGeometry, read_shapes
 from adaptiveload_hf.buckets.sources import load_prepared
@@ -179,8 +179,10 @@ def test_a_stop_that_comes_with_the_last_step_leaves_nothing_out_and_is_not_kept
     assert not (tmp_path / "STOP").exists()
 
 
-def test_a_validation_that_fails_costs_no_training(setup, tmp_path, monkeypatch):
+def test_a_validation_that_fails_or_is_killed_costs_no_training_and_no_line(setup, tmp_path, monkeypatch):
     def fails(step):
+        left = [line["step"] for line in metrics_of(tmp_path)], (tmp_path / "checkpoint-1").exists()
+        assert left == ([1], True), "what a SIGKILL would leave"
         raise RuntimeError("out of memory, say")
 
     monkeypatch.setattr(train_wan, "make_held_out_loss", lambda *_: fails)
