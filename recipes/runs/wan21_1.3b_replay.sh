@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Two and eight ranks of Wan 2.1 1.3B at full depth, put together from micro-batches that are timed on one GPU; 96 s on an H200.
+# Two and eight ranks of Wan 2.1 1.3B at full depth, put together from micro-batches that are timed on one GPU; about three
+# minutes on an H200, of which the compiled arms take one.
 # Usage: recipes/runs/wan21_1.3b_replay.sh [output folder] [--predict 2]
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -14,4 +15,5 @@ export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
     --bucket_config "$out/law" --output_dir "$out" "${ranks[@]}" \
     --shapes recipes/mixed_shapes.json --samples 2950 --m_mem_tokens 32760 --gradient_accumulation_steps 4 \
     --arms equal_token/none/eager equal_token/same_bucket/eager dual/none/eager dual/step/eager dual/auto/eager \
-    dual/window:8/eager dual/auto/patched dual/window:8/patched equal_token/same_bucket/patched
+    dual/window:8/eager dual/step/patched dual/auto/patched dual/window:8/patched equal_token/same_bucket/patched \
+    equal_token/none/compiled equal_token/same_bucket/compiled
