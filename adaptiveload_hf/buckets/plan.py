@@ -74,6 +74,20 @@ class BucketPlan:
     findings: tuple[str, ...] = ()
     balance: str = "auto"
 
+    def __str__(self) -> str:
+        """The limits, a line for each bucket, and the findings; costs are in the cost model's unit."""
+        limits = [f"{self.m_mem_tokens:,} tokens"] if self.m_mem_tokens is not None else []
+        limits += [f"cost {self.target_seconds:.4g}"] if self.target_seconds is not None else []
+        words = f"{self.policy}, balance {self.balance}: " + ("at most " + ", ".join(limits) if limits else "no limit")
+        rows = [("shape", "tokens", "samples", "batch size", "cost", "GiB", "bound by")]
+        for bucket in self.buckets:
+            gib = "-" if bucket.gib is None else f"{bucket.gib:.1f}"
+            sizes = bucket.shape, f"{bucket.tokens:,}", f"{bucket.count:,}", bucket.batch_size
+            rows.append((*map(str, sizes), f"{bucket.seconds:.4g}", gib, bucket.bound_by))
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
+        return "\n".join([words, *lines, *self.findings])
+
     @property
     def shapes(self) -> tuple[LatentShape, ...]:
         return tuple(bucket.shape for bucket in self.buckets)

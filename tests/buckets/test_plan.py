@@ -349,3 +349,16 @@ def test_text_tokens_count_towards_the_limits():
 def test_a_shape_that_repeats_leave_out_keeps_its_place_in_the_plan():
     made = plan({**COUNTS, LatentShape(9, 60, 104): 0})
     assert [bucket.count for bucket in made.buckets] == [900, 60, 0, 30]
+
+
+@pytest.mark.parametrize("memory", [MEMORY, None])
+def test_a_printed_plan_has_a_line_for_each_bucket(memory):
+    made = plan(memory=memory)
+    head, columns, *lines = str(made).splitlines()
+    assert head.startswith("dual, balance auto: at most ")
+    assert columns.split() == ["shape", "tokens", "samples", "batch", "size", "cost", "GiB", "bound", "by"]
+    assert [line.split()[0] for line in lines[:3]] == list(map(str, made.shapes))
+    assert [int(line.split()[3]) for line in lines[:3]] == [bucket.batch_size for bucket in made.buckets]
+    assert all((line.split()[5] == "-") == (memory is None) for line in lines[:3])
+    assert tuple(lines[3:]) == made.findings
+    assert str(BucketPlan("given", None, None, made.buckets)).startswith("given, balance auto: no limit")
