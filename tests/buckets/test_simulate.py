@@ -154,6 +154,18 @@ def test_a_mode_that_auto_chose_too_is_shown_once():
     assert len(compare(plan, COST, policies=["dual"], balances=["step", "auto"], world_sizes=[1])) == 1
 
 
+def test_a_billion_samples_are_compared_as_a_small_epoch_of_the_same_mix():
+    def gains(times):
+        counts = {shape: times * count for shape, count in COMPARED.items()}
+        plan = partial(make_plan, counts, COST, MemoryModel(0.0, 1e-3), memory_limit_gib=0.7)
+        return compare(plan, COST, policies=["dual"], balances=["step"], world_sizes=[4])[0]
+
+    large, small = gains(300_000), gains(50)
+    assert large.gain == pytest.approx(small.gain, rel=0.01)
+    assert large.simulation.epoch_seconds == pytest.approx(6000 * small.simulation.epoch_seconds, rel=0.01)
+    assert large.simulation.samples_per_second == pytest.approx(small.simulation.samples_per_second, rel=0.01)
+
+
 def test_where_memory_holds_one_longest_sample_only_dealing_helps_and_the_plan_says_so():
     shapes = [LatentShape(f, *size) for size in ((32, 32), (60, 104), (90, 160)) for f in (1, 5, 9, 13, 17, 21)]
     percent = (30, 5, 5, 4, 3, 3, 15, 8, 7, 5, 4, 3, 3, 2, 1, 1, 0.5, 0.5)
