@@ -302,16 +302,13 @@ def _remove(checkpoint: Path) -> None:
     shutil.rmtree(going)
 
 
-def keep_metrics_until(path: Path, step: int, more: str = "") -> None:
-    """Drops the lines of later steps, which are about to be done again: each step has one line. `more` is added."""
+def keep_metrics_until(path: Path, step: int) -> None:
+    """Drops the lines of steps that are about to be done again, so that each step has one line."""
     if not path.exists():
         return
     partial = path.with_suffix(".partial")
     with open(path, errors="replace") as lines, open(partial, "w") as kept:
         kept.writelines(line for line in lines if _step_of(line) <= step)
-        kept.write(more)
-        kept.flush()
-        os.fsync(kept.fileno())
     os.replace(partial, path)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from checkpoints import keep_metrics_until, named_if_not_written, save_checkpoint
+from checkpoints import named_if_not_written, save_checkpoint
 from data_setup import parse_batch_sizes
 from stopping import out_of_memory, resume_command, stop_requests
 from tqdm.auto import tqdm
@@ -75,8 +76,8 @@ def run_steps(accelerator: Accelerator, args, model, loader, scheduler, run, tot
                 if finished or (step % args.validation_steps == 0 and not stop):
                     for validate in validators:
                         if validated := validate(step):
-                            metrics |= validated
                             _complete(accelerator, output_dir, metrics, validated)
+                            metrics |= validated
                 if stop or finished:
                     break
                 done = []
@@ -160,10 +161,14 @@ def _write(accelerator: Accelerator, output_dir: Path, metrics: dict) -> None:
 
 
 def _complete(accelerator: Accelerator, output_dir: Path, metrics: dict, validated: dict) -> None:
-    """The step's line again, now with what was validated after its checkpoint."""
+    """Adds to the step's line, the last one, what was validated after its checkpoint."""
     if accelerator.is_main_process:
-        with _named_metrics(output_dir, metrics) as lines:
-            keep_metrics_until(lines, metrics["step"] - 1, json.dumps(metrics) + "\n")
+        before, line = (json.dumps(each).encode() + b"\n" for each in (metrics, metrics | validated))
+        with _named_metrics(output_dir, metrics) as lines, open(lines, "r+b") as file:
+            file.seek(-len(before), os.SEEK_END)
+            file.write(line)  # never shorter: a thousand ranks' lines are too many to write again
+            file.flush()
+            os.fsync(file.fileno())
     numbers = {name: value for name, value in validated.items() if isinstance(value, float)}
     by_shape = validated.get("validation_loss_by_shape", {})
     accelerator.log(numbers | {f"validation_loss/{name}": loss for name, loss in by_shape.items()}, metrics["step"])
