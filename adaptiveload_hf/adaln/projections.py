@@ -9,7 +9,6 @@ import functools
 import itertools
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,22 +18,15 @@ from .registry import keep, kept
 from .runtime import is_transformed, no_hooks_on
 from .source import LeftEager, running_source
 
-# Digests of the forward of PEFT's LoRA linear that the tests compare with.
-TESTED_LORA = {"ec0a80f5c5ce05f5"}
-
+# Digests of the forward of PEFT's LoRA linear that the tests compare with, and of the properties by which it asks for
+# its state: `_lora_of` reads what they read.
+_STATE = ("disable_adapters", "merged", "active_adapters", "active_adapter")
+TESTED_LORA = {("ec0a80f5c5ce05f5", "1e37574f0bcd7c69", "7646cb080720ea51", "75ce6bda4e092973", "f20df3ae27de105b")}
 
 _LINEAR_FORWARD, _LINEAR = nn.Linear.forward, F.linear  # another library may put its own in place of them later
 _OWN = {"weight", "bias"}  # the parameters of a linear, unless something keeps them elsewhere
-
-
-class _Projection(NamedTuple):
-    """Weight [N, D], bias [N]; LoRA's A [r, D] and B [N, r], and its scaling."""
-
-    weight: Tensor
-    bias: Tensor | None
-    down: Tensor | None = None
-    up: Tensor | None = None
-    scaling: float = 1.0
+# Weight [N, D], bias [N]; LoRA's A [r, D] and B [N, r], and its scaling.
+_Projection = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, float]
 
 
 def project(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
@@ -53,7 +45,7 @@ def project(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
     if None in found:
         return tuple(linear(x) for linear in linears)
     tensors = [tensor for projection in found for tensor in projection[:4]]
-    return _applied(False, tuple(projection.scaling for projection in found), tensors, x)
+    return _applied(False, tuple(projection[4] for projection in found), tensors, x)
 
 
 def project_heads(x: Tensor, linear: nn.Module) -> Tensor:
@@ -78,11 +70,12 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, heads_first, scalings, needs, tensors, x, *_):
-        stream = x.transpose(1, 2).flatten(2) if heads_first else x
-        rows, ys, hs = stream.flatten(0, -2), [], []
+        rows, shape, in_place = _rows_of(x, heads_first), x.shape, may_edit()
+        shape = (shape[0], shape[2]) if heads_first else shape[:-1]
+        ys, hs = [], []
         for scaling, projection in zip(scalings, in_fours(tensors)):
-            y, h = projected(rows, *projection, scaling)
-            ys.append(y.view(*stream.shape[:-1], y.shape[-1]))
+            y, h = projected(rows, *projection, scaling, in_place)
+            ys.append(y.view(*shape, y.shape[1]))
             hs.append(h)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, *hs)
@@ -94,13 +87,22 @@ class _Project(torch.autograd.Function):
     def backward(ctx, *grads):
         (x, *hs), tensors = ctx.saved_tensors, in_fours(kept(ctx))
         needs_dx, needs = ctx.needs_input_grad[4], ctx.needs
-        of = x.transpose(1, 2) if ctx.heads_first else x
-        rows = (of.flatten(2) if ctx.heads_first else of).flatten(0, -2)
+        rows, shape = _rows_of(x, ctx.heads_first), x.shape
         dx, found = differentiated(rows, grads, ctx.scalings, tensors, hs, in_fours(needs), needs_dx)
-        if dx is not None:
-            dx = dx.view(of.shape)
-            dx = dx.transpose(1, 2) if ctx.heads_first else dx
+        if dx is not None and ctx.heads_first:
+            batch, heads, tokens, width = shape
+            dx = dx.view(batch, tokens, heads, width).transpose(1, 2)
+        elif dx is not None:
+            dx = dx.view(shape)
         return None, None, None, None, dx, *itertools.compress(found, needs)
+
+
+def _rows_of(x: Tensor, heads_first: bool) -> Tensor:
+    """x, or x [B, heads, S, D / heads] with the heads of a token together, as a matrix."""
+    if not heads_first:
+        return x.flatten(0, -2)
+    batch, heads, tokens, width = x.shape
+    return x.transpose(1, 2).reshape(batch * tokens, heads * width)
 
 
 # Function.apply looks at every argument for what torch.func leaves behind, which `is_plain` has excluded.
@@ -110,14 +112,20 @@ _Project._backward_cls.apply = _Project.backward
 
 
 def projected(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor | None, up: Tensor | None, scaling: float
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    down: Tensor | None,
+    up: Tensor | None,
+    scaling: float,
+    in_place: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """(y, h) of rows [n, D]; h is None without LoRA."""
+    """(y, h) of rows [n, D]; h is None without LoRA. `in_place`: as `may_edit` says."""
     y = F.linear(rows, weight, bias)
     if down is None:
         return y, None
     h = F.linear(rows, down)
-    return _accumulated(y, h, up.t(), scaling, _may_edit()), h
+    return _accumulated(y, h, up.t(), scaling, in_place), h
 
 
 def differentiated(
@@ -129,31 +137,32 @@ def differentiated(
         rows: [n, D]. grads: of each y, of any shape with its columns last, or None.
         projections: (weight, bias, down, up) of each, hs: as `projected` gave them, needs: who needs gradients.
     """
-    dx, found, in_place = None, [], _may_edit()
+    dx, found, in_place, again = None, [], may_edit(), torch.is_grad_enabled()
     for grad, scaling, (weight, _, down, up), h, (weight_needs, bias_needs, down_needs, up_needs) in zip(
         grads, scalings, projections, hs, needs
     ):
         if grad is None:
-            found += [None] * 4
+            found += (None, None, None, None)
             continue
         grad = grad.reshape(-1, weight.shape[0])
-        found += [torch.mm(grad.t(), rows) if weight_needs else None, grad.sum(0) if bias_needs else None]
+        turned = grad.t() if weight_needs or up_needs else None
+        dweight, dbias = torch.mm(turned, rows) if weight_needs else None, grad.sum(0) if bias_needs else None
         if needs_dx:
             dx = torch.mm(grad, weight) if dx is None else _accumulated(dx, grad, weight, 1.0, in_place)
         if down is None:
-            found += [None, None]
+            found += (dweight, dbias, None, None)
             continue
-        if torch.is_grad_enabled():
+        if again:
             h = F.linear(rows, down)
         grad_h = torch.mm(grad, up)
-        found.append(_scaled_product(grad_h.t(), rows, scaling, down) if down_needs else None)
-        found.append(_scaled_product(grad.t(), h, scaling, up) if up_needs else None)
+        ddown = _scaled_product(grad_h.t(), rows, scaling, down) if down_needs else None
+        found += (dweight, dbias, ddown, _scaled_product(turned, h, scaling, up) if up_needs else None)
         if needs_dx:
             dx = _accumulated(dx, grad_h, down, scaling, in_place)
     return dx, found
 
 
-def _may_edit() -> bool:
+def may_edit() -> bool:
     """Whether a sum may be made in place: not if autograd looks on or somebody else may keep it, a dispatch mode as
     selective checkpointing is. What is saved for backward must not depend on such a mode."""
     return not torch.is_grad_enabled() and torch._C._len_torch_dispatch_stack() == 0
@@ -186,30 +195,28 @@ def in_fours(values) -> list:
 
 def is_plain(x: Tensor) -> bool:
     """Whether linears of x do no more than eager PyTorch's do, and x is an ordinary tensor of a dtype that stays."""
-    if (
-        type(x) is not Tensor
-        or x.is_meta
-        or x.ndim < 2
-        or nn.Linear.forward is not _LINEAR_FORWARD
-        or torch.compiler.is_compiling()
-        or F.linear is not _LINEAR
-        or is_transformed()
-    ):
+    return not torch.compiler.is_compiling() and is_ordinary(x) and not is_transformed()
+
+
+def is_ordinary(x: Tensor) -> bool:
+    """The part of `is_plain` that depends on x; neither torch.compile nor `is_transformed` is asked."""
+    if type(x) is not Tensor or nn.Linear.forward is not _LINEAR_FORWARD or F.linear is not _LINEAR:
+        return False
+    if x.is_meta or x.ndim < 2:
         return False
     device = "cuda" if x.is_cuda else x.device.type
-    cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != x.dtype
-    return not cast
+    return not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) == x.dtype
 
 
 def projection_of(linear: nn.Module, x: Tensor) -> _Projection | None:
     """What a linear, or one with LoRA, does to x, which `is_plain`; None if it does anything else. At every call: no
-    attribute of a module that it has to look for, no check in a function of its own."""
-    if type(linear) is nn.Linear:
+    attribute of a module that it has to look for, hardly a check in a function of its own."""
+    kind = type(linear)
+    if kind is nn.Linear:
         own = linear._parameters
-        found = _Projection(own["weight"], own["bias"]) if no_hooks_on(linear) and own.keys() == _OWN else None
+        found = (own["weight"], own["bias"], None, None, 1.0) if no_hooks_on(linear) and own.keys() == _OWN else None
     else:
-        kind = type(linear)
-        found = _lora_of(linear, x) if _is_tested_lora(kind, kind.forward) else None
+        found = _lora_of(linear, x) if is_tested_lora(kind, kind.forward) else None
     if found is None:
         return None
     dtype, device = x.dtype, x.device
@@ -224,36 +231,41 @@ def projection_of(linear: nn.Module, x: Tensor) -> _Projection | None:
 
 
 def _lora_of(linear: nn.Module, x: Tensor) -> _Projection | None:
-    if linear.disable_adapters or linear.merged or linear.lora_variant:
+    if linear._disable_adapters or linear.merged_adapters or linear.lora_variant:
         return None
-    children = linear._modules
+    children, active = linear._modules, linear._active_adapter
     downs = children["lora_A"]._modules
-    names = [name for name in linear.active_adapters if name in downs]
+    names = [name for name in ([active] if isinstance(active, str) else active) if name in downs]
     if len(names) != 1:
         return None
-    dropout, scaling = children["lora_dropout"]._modules[names[0]], linear.scaling[names[0]]
-    base, down, up = children["base_layer"], downs[names[0]], children["lora_B"]._modules[names[0]]
-    if not (type(base) is type(down) is type(up) is nn.Linear and no_hooks_on(linear, base, down, up, dropout)):
+    (name,) = names
+    dropout, scaling = children["lora_dropout"]._modules[name], linear.scaling[name]
+    base, down, up = children["base_layer"], downs[name], children["lora_B"]._modules[name]
+    if not (type(base) is type(down) is type(up) is nn.Linear and type(dropout) is nn.Identity):
         return None
     own, of_down, of_up = base._parameters, down._parameters, up._parameters
-    if type(dropout) is not nn.Identity or not own.keys() == of_down.keys() == of_up.keys() == _OWN:
-        return None
+    for each in (own, of_down, of_up):
+        if len(each) != 2 or "weight" not in each or "bias" not in each:  # `_OWN`, in half the time
+            return None
     if of_down["bias"] is not None or of_up["bias"] is not None:
         return None
-    if not isinstance(scaling, int | float):  # PEFT makes a tensor of it for adapters that are swapped when compiled
+    # PEFT makes a tensor of the scaling for adapters that are swapped when compiled.
+    if not isinstance(scaling, int | float) or not no_hooks_on(linear, base, down, up, dropout):
         return None
-    weights = of_down["weight"], of_up["weight"]
-    if torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type):  # adapters are often in float32 then
-        weights = [weight.to(x.dtype) for weight in weights]
-    return _Projection(own["weight"], own["bias"], *weights, scaling)
+    down, up = of_down["weight"], of_up["weight"]
+    if down.dtype != x.dtype and torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type):
+        down, up = down.to(x.dtype), up.to(x.dtype)  # adapters are often in float32 then
+    return own["weight"], own["bias"], down, up, scaling
 
 
 @functools.cache
-def _is_tested_lora(cls: type, forward: object) -> bool:
+def is_tested_lora(cls: type, forward: object) -> bool:
+    """Whether a class is PEFT's linear with LoRA as the tests compare with it; `forward`: that of the class now."""
     layer = sys.modules.get("peft.tuners.lora.layer")
     if layer is None or cls is not layer.Linear:
         return False
     try:
-        return running_source(forward).digest in TESTED_LORA
+        read = forward, *(getattr(cls, name).fget for name in _STATE)
+        return tuple(running_source(function).digest for function in read) in TESTED_LORA
     except LeftEager:
         return False

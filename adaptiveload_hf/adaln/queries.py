@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from . import ops as fused_ops
-from .projections import differentiated, in_fours, is_plain, needs_of, projected, projection_of
+from .projections import differentiated, in_fours, is_ordinary, may_edit, needs_of, projected, projection_of
 from .reference import compute_dtype, inverse_rms
 from .registry import bits_of, gradients_of, keep, kept, run
 from .runtime import FusedOps
-
-_LINEARS = ("to_q", "to_k", "to_v")
 
 
 class _Settings(NamedTuple):
@@ -52,22 +50,21 @@ def queries_keys_values(
     """
     children = attn._modules
     norms = children.get("norm_q"), children.get("norm_k")
-    if ops.ops is not fused_ops or None in norms or attn.fused_projections or not is_plain(x):
+    if ops.ops is not fused_ops or None in norms or attn.fused_projections or not is_ordinary(x):
         return None
-    if text is not None and not (is_plain(text) and text.ndim == 3 and text.dtype == x.dtype):
+    if text is not None and not (is_ordinary(text) and text.ndim == 3 and text.dtype == x.dtype):
         return None
     if not ops.can_turn(norms, x, rotary_emb, attn.heads):
         return None
-    found = []
-    for name, of in zip(_LINEARS, (x, x, x) if text is None else (x, text, text)):
-        projection = projection_of(children[name], of)
-        if projection is None:
-            return None
-        found.append(projection)
-    norm_q, norm_k = (norm._parameters["weight"] for norm in norms)
-    if norm_q.shape[0] != found[0].weight.shape[0] or norm_k.shape[0] != found[1].weight.shape[0]:
+    of_q = projection_of(children["to_q"], x)
+    of_k = projection_of(children["to_k"], x if text is None else text)
+    of_v = projection_of(children["to_v"], x if text is None else text)
+    if of_q is None or of_k is None or of_v is None:
+        return None
+    norm_q, norm_k = norms[0]._parameters["weight"], norms[1]._parameters["weight"]
+    (*q, scaling_q), (*k, scaling_k), (*v, scaling_v) = of_q, of_k, of_v
+    if norm_q.shape[0] != q[0].shape[0] or norm_k.shape[0] != k[0].shape[0]:
         return None  # it is refused where it is called
-    (*q, scaling_q), (*k, scaling_k), (*v, scaling_v) = found
     cos, sin = (None, None) if rotary_emb is None else rotary_emb
     tensors = cos, sin, norm_q, norm_k, *q, *k, *v
     needs, of_x = needs_of(tensors), 3 if text is None else 1
@@ -142,11 +139,11 @@ _QueriesKeysValues._backward_cls.apply = _QueriesKeysValues.backward  # as in `p
 
 def _projections(settings: _Settings, x: Tensor, text: Tensor | None, tensors: list) -> list:
     """(y, h) of each as in `projections.projected`, y as [B, S, D]."""
-    made, rows, (batch, tokens, _) = [], x.flatten(0, 1), x.shape
+    made, rows, (batch, tokens, _), in_place = [], x.flatten(0, 1), x.shape, may_edit()
     for i, (scaling, projection) in enumerate(zip(settings.scalings, tensors)):
         if i == settings.of_x:
             rows, (batch, tokens, _) = text.flatten(0, 1), text.shape
-        y, h = projected(rows, *projection, scaling)
+        y, h = projected(rows, *projection, scaling, in_place)
         made.append((y.view(batch, tokens, y.shape[1]), h))
     return made
 

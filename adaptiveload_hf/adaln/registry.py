@@ -143,8 +143,11 @@ def keep(ctx, *tensors: Tensor | None):
     For each tensor that `save_for_backward` is given, gradient checkpointing calls three Python hooks; of 66 tensors
     of a Wan block 27 are kept here instead.
     """
-    ctx.kept = tensors  # tensors of inference mode have no version, and no backward to come
-    ctx.versions = [None if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
+    ctx.kept = tensors
+    try:
+        ctx.versions = [None if tensor is None else tensor._version for tensor in tensors]
+    except RuntimeError:  # tensors of inference mode have no version, and no backward to come
+        ctx.versions = [None if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def kept(ctx) -> tuple[Tensor | None, ...]:

@@ -63,11 +63,10 @@ class FusedOps:
         return (
             self.is_plain(norm)
             and self._is_stream(x)
-            and _normalizes_rows_of(norm, x)
-            and _affine_fits(norm, x, x.dtype)
+            and _normalizes_rows_of(norm, x, x.dtype)
             and _fits_rows(scale, x)
             and _fits_rows(shift, x)
-            and _fit_tables(tables, x)
+            and (not tables or _fit_tables(tables, x))
         )
 
     def modulate(
@@ -93,15 +92,22 @@ class FusedOps:
         else:
             out_dtype = _modulated_dtype(norm, x, x.dtype, scale, shift, *tables.values())
         scale, shift = _as_rows(scale), _as_rows(shift)
-        options = {"eps": norm.eps, "weight": norm.weight, "out_dtype": out_dtype, **self.options}
+        options = {"eps": norm.eps, "out_dtype": out_dtype, **self.options}
         if NORM_OPS[type(norm)] == "layer_norm_modulate":
-            return self.ops.layer_norm_modulate(x, scale, shift, bias=norm.bias, **options, **tables)
+            return self.ops.layer_norm_modulate(x, scale, shift, **norm._parameters, **options, **tables)
         offsets = {"scale_offset": scale_offset, "weight_offset": _WEIGHT_OFFSETS.get(type(norm), 0.0)}
-        return self.ops.rms_norm_modulate(x, scale, shift, **offsets, **options)
+        return self.ops.rms_norm_modulate(x, scale, shift, weight=norm.weight, **offsets, **options)
 
     def can_gate(self, x: Tensor, y: Tensor, gate: Tensor, **tables: Tensor) -> bool:
         """Whether `gate_residual` stands for `x + gate * y`; `tables`: `gate_table`, which the source adds to gate."""
-        return self._is_stream(x) and _is_alike(y, x) and _fits_rows(gate, x) and _fit_tables(tables, x)
+        return (
+            self._is_stream(x)
+            and _is_tensor(y)
+            and y.shape == x.shape
+            and y.device == x.device
+            and _fits_rows(gate, x)
+            and (not tables or _fit_tables(tables, x))
+        )
 
     def gate_residual(self, x: Tensor, y: Tensor, gate: Tensor, cast_back: bool = False, **tables: Tensor) -> Tensor:
         """x + gate * y, of x's dtype with `cast_back`, else of the dtype that eager gives."""
@@ -123,12 +129,12 @@ class FusedOps:
         return (
             self.is_plain(norm)
             and NORM_OPS[type(norm)] == "layer_norm_modulate"
-            and self.can_gate(x, y, gate)
-            and _normalizes_rows_of(norm, x)
-            and _affine_fits(norm, x, x.dtype if cast_back else _promoted(x.dtype, y, gate, tables.get("gate_table")))
+            and self.can_gate(x, y, gate, **tables)
+            and _normalizes_rows_of(
+                norm, x, x.dtype if cast_back else _promoted(x.dtype, y, gate, tables.get("gate_table"))
+            )
             and _fits_rows(scale, x)
             and _fits_rows(shift, x)
-            and _fit_tables(tables, x)
         )
 
     def pair(
@@ -145,8 +151,10 @@ class FusedOps:
     ) -> tuple[Tensor, Tensor]:
         """(residual, norm(residual) * (1 + scale) + shift), of dtypes as in `gate_residual` and `modulate`."""
         residual_dtype = x.dtype if cast_back else _promoted(x.dtype, y, gate, tables.get("gate_table"))
-        modulation = (scale, shift, tables.get("scale_table"), tables.get("shift_table"))
-        out_dtype = residual_dtype if norm_casts_back else _modulated_dtype(norm, x, residual_dtype, *modulation)
+        out_dtype = residual_dtype
+        if not norm_casts_back:
+            modulation = (scale, shift, tables.get("scale_table"), tables.get("shift_table"))
+            out_dtype = _modulated_dtype(norm, x, residual_dtype, *modulation)
         return self.ops.gate_residual_layer_norm_modulate(
             x,
             y,
@@ -154,8 +162,7 @@ class FusedOps:
             _as_rows(scale),
             _as_rows(shift),
             eps=norm.eps,
-            weight=norm.weight,
-            bias=norm.bias,
+            **norm._parameters,
             residual_dtype=residual_dtype,
             out_dtype=out_dtype,
             **self.options,
@@ -173,7 +180,7 @@ class FusedOps:
         """
         if not (self._is_stream(x) and no_hooks_on(*norms) and _as_they_came(*norms)):
             return False
-        dtype = x.dtype
+        dtype, weight = x.dtype, None
         if torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type):
             if not x.is_cuda:
                 return False
@@ -181,8 +188,8 @@ class FusedOps:
         for norm in norms:
             if type(norm) is not nn.RMSNorm or norm.eps is None:
                 return False
-            weight = norm.weight
-            if not _is_weight(weight, dtype, x) or weight.shape != norms[0].weight.shape:
+            last, weight = weight, norm._parameters["weight"]
+            if not _is_weight(weight, dtype, x) or (last is not None and last.shape != weight.shape):
                 return False
         if rotary_emb is None:
             return weight.shape[0] % heads == 0
@@ -226,20 +233,23 @@ class FusedOps:
         return y.flatten(2)
 
     def _is_stream(self, x: Tensor) -> bool:
-        if not _is_tensor(x) or x.ndim != 3:
+        if (type(x) is not Tensor and type(x) is not nn.Parameter) or x.dtype not in _DTYPES or x.ndim != 3:
             return False
-        kind = "cuda" if x.is_cuda else x.device.type  # device.type alone makes a new string each time
-        return kind in self.device_types and _narrow_enough(x) and not is_transformed()
+        if x.is_cuda:
+            return "cuda" in self.device_types and x.shape[2] <= _WIDEST_ROW_ON_CUDA and not is_transformed()
+        return x.device.type in self.device_types and not is_transformed()
 
 
 def is_transformed() -> bool:
     """Whether torch.func (grad, vmap, jvp), forward-mode AD or torch.jit.trace is at work, which the ops do not take.
     Dynamo traces it another way."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return False
-    if forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None:
-        return True
-    return torch._C._are_functorch_transforms_active()
+    return (
+        forward_ad._current_level >= 0
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 def no_hooks_on(*modules: nn.Module) -> bool:
@@ -252,9 +262,14 @@ def no_hooks_on(*modules: nn.Module) -> bool:
     ):
         return False
     for m in modules:
-        if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
-            return False
-        if "forward" in m.__dict__:  # older Dynamo does not trace vars()
+        own = m.__dict__  # older Dynamo does not trace vars(); an attribute of a module takes three times as long
+        if (
+            own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+            or "forward" in own
+        ):
             return False
     return True
 
@@ -279,26 +294,27 @@ def _narrow_enough(x: Tensor) -> bool:
     return not x.is_cuda or x.shape[-1] <= _WIDEST_ROW_ON_CUDA
 
 
-def _is_alike(y: Tensor, x: Tensor) -> bool:
-    """Whether y is a stream, as x is."""
-    return _is_tensor(y) and y.shape == x.shape and y.device == x.device
-
-
 def _fits_rows(m: Tensor | None, x: Tensor) -> bool:
     """None, [B or 1, 1 or S, D], [1 or S, D] or [D], as broadcasting reads it. (Ops also take frames; eager not.)"""
     if m is None:
         return True
-    if not _is_tensor(m) or not 1 <= m.ndim <= 3 or m.device != x.device:
+    if (type(m) is not Tensor and type(m) is not nn.Parameter) or m.dtype not in _DTYPES or m.device != x.device:
         return False
     rows, (batch, tokens, width) = m.shape, x.shape
-    rows = rows if len(rows) == 3 else (1,) * (3 - len(rows)) + rows
+    if len(rows) != 3:
+        if not 1 <= len(rows) <= 2:
+            return False
+        rows = (1,) * (3 - len(rows)) + rows
     return rows[2] == width and (rows[1] == 1 or rows[1] == tokens) and (rows[0] == 1 or rows[0] == batch)
 
 
 def _fit_tables(tables: dict[str, Tensor], x: Tensor) -> bool:
     """All [D]."""
+    device, shape = x.device, x.shape[2:]
     for table in tables.values():
-        if not _is_tensor(table) or table.device != x.device or table.shape != x.shape[2:]:
+        if (type(table) is not Tensor and type(table) is not nn.Parameter) or table.dtype not in _DTYPES:
+            return False
+        if table.device != device or table.shape != shape:
             return False
     return True
 
@@ -323,25 +339,33 @@ def _fits_heads(table: Tensor, x: Tensor, weight: Tensor, heads: int) -> bool:
     return tokens == x.shape[1] and ones == 1 and head_width * heads == weight.shape[0] and batch in (1, x.shape[0])
 
 
-def _affine_fits(norm: nn.Module, x: Tensor, dtype: torch.dtype) -> bool:
-    """The norm's weight and bias are plain, on x's device, and of a dtype that eager takes with inputs of `dtype`."""
-    if NORM_OPS[type(norm)] == "rms_norm_modulate":
-        plain = norm.eps is not None and getattr(norm, "bias", None) is None
-        return plain and _fits_column(norm.weight, x, dtype, norm)
-    return _fits_column(norm.weight, x, dtype, norm) and _fits_column(norm.bias, x, dtype, norm)
-
-
-def _fits_column(parameter: Tensor | None, x: Tensor, dtype: torch.dtype, norm: nn.Module) -> bool:
-    if parameter is None:
+def _normalizes_rows_of(norm: nn.Module, x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether norm is over the last dimension of x, and its weight and bias are plain, on x's device, and of a dtype
+    that eager takes with inputs of `dtype`."""
+    kind = type(norm)
+    if NORM_OPS[kind] == "layer_norm_modulate":
+        own = norm._parameters
+        if len(own) != 2:
+            return False
+        weight, bias = own["weight"], own["bias"]
+    else:
+        weight, bias = norm.weight, getattr(norm, "bias", None)
+        if norm.eps is None or bias is not None:
+            return False
+    if kind is RMSNorm or kind is Krea2RMSNorm:  # always the last dimension, whatever their `dim` says
+        if weight is not None and weight.shape != x.shape[-1:]:
+            return False
+    elif norm.normalized_shape != (x.shape[2],):
+        return False
+    if weight is None and bias is None:
         return True
-    any_dtype = type(norm) in (FP32LayerNorm, RMSNorm, Krea2RMSNorm) or _lowers_to_autocast(norm, x)
-    return _is_tensor(parameter) and parameter.device == x.device and (any_dtype or parameter.dtype == dtype)
-
-
-def _normalizes_rows_of(norm: nn.Module, x: Tensor) -> bool:
-    if type(norm) in (RMSNorm, Krea2RMSNorm):  # always the last dimension, whatever their `dim` says
-        return norm.weight is None or norm.weight.shape == x.shape[-1:]
-    return tuple(norm.normalized_shape) == tuple(x.shape[-1:])
+    any_dtype = kind in (FP32LayerNorm, RMSNorm, Krea2RMSNorm) or _lowers_to_autocast(norm, x)
+    for parameter in (weight, bias):
+        if parameter is not None and not (
+            _is_tensor(parameter) and parameter.device == x.device and (any_dtype or parameter.dtype == dtype)
+        ):
+            return False
+    return True
 
 
 def _promoted(dtype: torch.dtype, *tensors: Tensor | None) -> torch.dtype:

@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from adaptiveload_hf import patch_model, unpatch_model
 from adaptiveload_hf.adaln import projections
-from adaptiveload_hf.adaln.projections import TESTED_LORA, project
-from adaptiveload_hf.adaln.source import running_source
+from adaptiveload_hf.adaln.projections import is_tested_lora, project
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -61,7 +60,7 @@ def linears_called(monkeypatch):
     calls = []
     original = LoraLinear.forward
     monkeypatch.setattr(LoraLinear, "forward", lambda self, x: calls.append(1) or original(self, x))
-    monkeypatch.setattr(projections, "_is_tested_lora", lambda cls, _: cls is LoraLinear)
+    monkeypatch.setattr(projections, "is_tested_lora", lambda cls, _: cls is LoraLinear)
     return calls
 
 
@@ -275,4 +274,9 @@ def test_wans_attention_calls_no_linear_with_lora(patched_first, linears_called)
 
 def test_the_tested_lora_is_the_installed_one():
     """A new PEFT may change its forward: look at the change, then put the new digest into the table."""
-    assert running_source(LoraLinear.forward).digest in TESTED_LORA
+    assert is_tested_lora(LoraLinear, LoraLinear.forward)
+
+
+def test_lora_whose_state_peft_reads_otherwise_is_not_the_tested_one(monkeypatch):
+    monkeypatch.setattr(LoraLinear, "merged", property(lambda self: bool(self.merged_adapters) and not self.training))
+    assert not is_tested_lora.__wrapped__(LoraLinear, LoraLinear.forward)
