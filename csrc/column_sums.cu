@@ -33,7 +33,7 @@ __device__ __forceinline__ void add_slice(const ColumnSums& p, int64_t first, in
     const float scale = p.modulated ? 0.f : element(p.scale, segment / rows, segment % rows, column, 0.f);
     const float m = p.modulated ? 1.f : p.scale_offset + table + scale;
     sums[K] += m * part[0];
-    if (K > 1) sums[K + 1] += m * part[K > 1];
+    sums[K + 1] += m * part[K > 1];
     segment += (in_segment + kSlices) / chunks;
     in_segment = (in_segment + kSlices) % chunks;
   }
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kColumns* kSlices) column_sums(const ColumnSum
   const int first_column = static_cast<int>(blockIdx.x % column_blocks) * kColumns;
   const int64_t segment = first_segment + blockIdx.x / column_blocks;
   const bool total = segment == p.segments;
-  const bool affine = total && (p.dweight != nullptr || p.dbias != nullptr);
+  const bool affine = K > 1 && total && (p.dweight.data != nullptr || p.dbias.data != nullptr);
   float sums[K + 2] = {};
   // On an H200 1 to 2 us of the next call, whose blocks come as multiprocessors fall free. Not behind the gated norm: its
   // next call has several blocks a multiprocessor, which would come in unlike numbers, and takes 1 to 3 us more.
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kColumns* kSlices) column_sums(const ColumnSum
 template <int K>
 cudaError_t add_column_sums(const ColumnSums& p, cudaStream_t stream) {
   const bool each = p.dscale.data != nullptr || p.dshift.data != nullptr || p.dgate.data != nullptr;
-  const bool total = p.dscale_table || p.dshift_table || p.dgate_table || p.dweight || p.dbias;
+  const bool total = p.dscale_table.data || p.dshift_table.data || p.dgate_table.data || p.dweight.data || p.dbias.data;
   const int64_t first_segment = each ? 0 : p.segments;
   const int64_t column_blocks = (p.width + kColumns - 1) / kColumns;
   const int64_t blocks = column_blocks * (p.segments - first_segment + total);

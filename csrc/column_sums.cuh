@@ -6,8 +6,8 @@
 namespace adaptiveload {
 
 // partials is [segments, chunks, K, width] with, of one chunk of rows, the sums of
-//   K = 1 (gate): G = grad * y;   K = 2 (norm): P = grad * xh and Q = grad;   K = 3 (both): P, Q, and G with the
-//   gradient of the sum that was normalised.
+//   K = 1 (gate): G = grad * y; or (rope) grad * xh, whose sum is dweight;   K = 2 (norm): P = grad * xh and Q = grad;
+//   K = 3 (both): P, Q, and G with the gradient of the sum that was normalised.
 // Per segment (a modulation row): dscale = P * (weight + weight_offset) + Q * bias, dshift = Q, dgate = G.
 // Over all segments, with m = scale_offset + scale + scale_table:
 //   d*_table = the same sums over all segments, dweight = sum m * P, dbias = sum m * Q.
@@ -17,9 +17,8 @@ struct ColumnSums {
   int chunks, width;
   float scale_offset = 1.f, weight_offset = 0.f;
   Array scale, scale_table, weight, bias;
-  bool modulated = false;        // the partials have m in them already
-  Array dscale, dshift, dgate;   // without data: not wanted, as below
-  float *dscale_table, *dshift_table, *dgate_table, *dweight, *dbias;
+  bool modulated = false;  // the partials have m in them already
+  Array dscale, dshift, dgate, dscale_table, dshift_table, dgate_table, dweight, dbias;  // without data: not wanted
 };
 
 // Writes what a column's sums make: those of a segment (a modulation row of a batch item), or of all, where sums[K] and
@@ -27,19 +26,23 @@ struct ColumnSums {
 template <int K>
 __device__ __forceinline__ void write_column(const ColumnSums& p, bool total, int64_t batch, int64_t row, int column,
                                              const float (&sums)[K + 2]) {
-  const float shift = K > 1 ? sums[K > 1] : 0.f;
-  const float weight = element(p.weight, 0, 0, column, 1.f) + p.weight_offset;
-  const float scale = sums[0] * weight + shift * element(p.bias, 0, 0, column, 0.f);
   if (total) {
-    if (p.dscale_table != nullptr) p.dscale_table[column] = scale;
-    if (p.dshift_table != nullptr) p.dshift_table[column] = shift;
-    if (p.dgate_table != nullptr) p.dgate_table[column] = sums[K - 1];
-    if (p.dweight != nullptr) p.dweight[column] = sums[K];
-    if (p.dbias != nullptr) p.dbias[column] = sums[K + 1];
-  } else {
-    if (p.dscale.data != nullptr) set_element(p.dscale, batch, row, column, scale);
-    if (p.dshift.data != nullptr) set_element(p.dshift, batch, row, column, shift);
-    if (p.dgate.data != nullptr) set_element(p.dgate, batch, row, column, sums[K - 1]);
+    set_column(p.dgate_table, column, sums[K - 1]);
+    set_column(p.dweight, column, K > 1 ? sums[K] : sums[0]);
+  } else if (p.dgate.data != nullptr) {
+    set_element(p.dgate, batch, row, column, sums[K - 1]);
+  }
+  if constexpr (K > 1) {
+    const float weight = element(p.weight, 0, 0, column, 1.f) + p.weight_offset;
+    const float scale = sums[0] * weight + sums[1] * element(p.bias, 0, 0, column, 0.f);
+    if (total) {
+      set_column(p.dscale_table, column, scale);
+      set_column(p.dshift_table, column, sums[1]);
+      set_column(p.dbias, column, sums[K + 1]);
+    } else {
+      if (p.dscale.data != nullptr) set_element(p.dscale, batch, row, column, scale);
+      if (p.dshift.data != nullptr) set_element(p.dshift, batch, row, column, sums[1]);
+    }
   }
 }
 

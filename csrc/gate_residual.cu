@@ -267,14 +267,14 @@ bool launch_rows(const GateBackward& p, bool sums, cudaStream_t stream, cudaErro
 }
 
 bool sums_wanted(const GateBackward& p) {
-  return p.dgate_table != nullptr || (!row_per_token(p.shape) && p.dgate.data != nullptr);
+  return p.dgate_table.data != nullptr || (!row_per_token(p.shape) && p.dgate.data != nullptr);
 }
 
 // Does one kernel do it all, without partial sums? In clusters, where there are some.
 bool few(const GateBackward& p, bool* clusters) {
   const auto kernel = reinterpret_cast<const void*>(gate_backward_few<float, kFewGateThreads>);
   return sums_wanted(p) && rows_in_pieces(p, true) &&
-         few_rows(p.shape, p.dgate_table != nullptr, kernel, kFewGateElements, clusters);
+         few_rows(p.shape, p.dgate_table.data != nullptr, kernel, kFewGateElements, clusters);
 }
 
 template <int THREADS>

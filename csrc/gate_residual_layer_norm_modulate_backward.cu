@@ -191,10 +191,10 @@ int64_t gated_norm_backward_partials(const Shape& shape) { return segments_of(sh
 cudaError_t gate_residual_layer_norm_modulate_backward(const GatedNormBackward& p, cudaStream_t stream) {
   const bool per_token = row_per_token(p.shape);
   const bool rows_wanted = p.dscale.data != nullptr || p.dshift.data != nullptr;
-  const bool tables_wanted = p.dscale_table != nullptr || p.dshift_table != nullptr;
-  const bool affine_wanted = p.dweight != nullptr || p.dbias != nullptr;
+  const bool tables_wanted = p.dscale_table.data != nullptr || p.dshift_table.data != nullptr;
+  const bool affine_wanted = p.dweight.data != nullptr || p.dbias.data != nullptr;
   const Wanted wanted = {tables_wanted || (!per_token && (rows_wanted || affine_wanted)),
-                         p.dgate_table != nullptr || (!per_token && p.dgate.data != nullptr)};
+                         p.dgate_table.data != nullptr || (!per_token && p.dgate.data != nullptr)};
   const Segments segments = segments_of(p.shape);
   const bool empty = p.shape.batch * p.shape.tokens * p.shape.width == 0;
   cudaError_t error = cudaSuccess;
@@ -242,7 +242,7 @@ cudaError_t gate_residual_layer_norm_modulate_backward(const GatedNormBackward& 
   // Every token has its own m: weight and bias need sums of grad * m, which P and Q cannot give. Another pass.
   if (!empty) error = launch_any(p, {true, false}, true, segments, stream);
   totals.modulated = true;
-  totals.dscale_table = totals.dshift_table = totals.dgate_table = nullptr;
+  totals.dscale_table = totals.dshift_table = totals.dgate_table = {};
   totals.dweight = p.dweight;
   totals.dbias = p.dbias;
   return error == cudaSuccess ? add_column_sums<2>(totals, stream) : error;

@@ -50,9 +50,8 @@ struct LayerNormBackward {
   Array grad, x, scale, weight, bias, scale_table;
   const float* stats;
   // Gradients; without data: not wanted. dshift is never wanted with a row per token: it is grad itself.
-  Array dx, dscale, dshift;
-  float *dweight, *dbias, *dscale_table, *dshift_table;  // [width]
-  float* partials;                                       // layer_norm_backward_partials(...) floats, null if that is 0
+  Array dx, dscale, dshift, dweight, dbias, dscale_table, dshift_table;
+  float* partials;  // layer_norm_backward_partials(...) floats, null if that is 0
 };
 
 struct GateForward {
@@ -64,9 +63,8 @@ struct GateForward {
 struct GateBackward {
   Shape shape;
   Array grad, y, gate, gate_table;
-  Array dy, dgate;      // without data: not wanted
-  float* dgate_table;   // [width]
-  float* partials;      // gate_backward_partials(...) floats, likewise
+  Array dy, dgate, dgate_table;  // without data: not wanted
+  float* partials;               // gate_backward_partials(...) floats, likewise
 };
 
 struct GatedNormForward {
@@ -83,8 +81,7 @@ struct GatedNormBackward {
   Shape shape;
   Array grad_residual, grad, residual, y, gate, gate_table, scale, weight, bias, scale_table;
   const float2* stats;
-  Array dx, dy, dgate, dscale, dshift;  // without data: not wanted, as above
-  float *dgate_table, *dweight, *dbias, *dscale_table, *dshift_table;
+  Array dx, dy, dgate, dgate_table, dscale, dshift, dweight, dbias, dscale_table, dshift_table;  // as above
   float* partials;  // gated_norm_backward_partials(...) floats
 };
 
@@ -108,8 +105,7 @@ struct RopeBackward {
   int64_t grad_head_stride;  // from a head of grad to the next; head_width unless by_head
   Array grad, x, weight, cos, sin;
   const float* rstd;
-  Array dx;         // without data: not wanted
-  float* dweight;   // as weight, or null
+  Array dx, dweight;  // without data: not wanted
   float* partials;  // rope_backward_partials(...) floats, for dweight
 };
 

@@ -169,8 +169,8 @@ struct Wanted {
 
   explicit Wanted(const LayerNormBackward& p)
       : rows(p.dscale.data != nullptr || p.dshift.data != nullptr),
-        tables(p.dscale_table != nullptr || p.dshift_table != nullptr),
-        affine(p.dweight != nullptr || p.dbias != nullptr),
+        tables(p.dscale_table.data != nullptr || p.dshift_table.data != nullptr),
+        affine(p.dweight.data != nullptr || p.dbias.data != nullptr),
         sums(tables || (!row_per_token(p.shape) && (rows || affine))) {}
 };
 
@@ -279,7 +279,7 @@ cudaError_t layer_norm_modulate_backward(const LayerNormBackward& given, cudaStr
   // Every token has its own m: weight and bias need sums of grad * m, which P and Q cannot give. Another pass.
   if (!empty) error = launch_any(p, true, true, segments, stream);
   totals.modulated = true;
-  totals.dscale_table = totals.dshift_table = nullptr;
+  totals.dscale_table = totals.dshift_table = {};
   totals.dweight = p.dweight;
   totals.dbias = p.dbias;
   return error == cudaSuccess ? add_column_sums<2>(totals, stream) : error;

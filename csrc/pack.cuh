@@ -224,6 +224,16 @@ __device__ __forceinline__ void set_element(const Array& a, int64_t batch, int64
   }
 }
 
+// One of a [D] array, if there is one.
+__device__ __forceinline__ void set_column(const Array& a, int column, float value) {
+  if (a.data == nullptr) return;
+  switch (a.dtype) {
+    case Dtype::float32: set_value(static_cast<float*>(a.data) + column, value); break;
+    case Dtype::float16: set_value(static_cast<__half*>(a.data) + column, value); break;
+    default: set_value(static_cast<__nv_bfloat16*>(a.data) + column, value);
+  }
+}
+
 // Brings the line of an address, or of a column, to the L2 cache: see launch.cuh.
 __device__ __forceinline__ void bring_to_cache(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");

@@ -242,7 +242,7 @@ bool few(const RopeBackward& p) {
   bool clusters = false;
   const auto kernel = reinterpret_cast<const void*>(backward_few<FewRope<T, A>, 2>);
   const Shape rows = {1, p.shape.batch * p.shape.tokens, p.shape.width, 1};
-  return p.dweight != nullptr && p.shape.width <= kFewWidth && aligned(p.grad) && aligned(p.dx) &&
+  return p.dweight.data != nullptr && p.shape.width <= kFewWidth && aligned(p.grad) && aligned(p.dx) &&
          p.grad.dtype == p.x.dtype && few_rows(rows, true, kernel, kFewRopeElements, &clusters) && clusters;
 }
 
@@ -267,7 +267,7 @@ unsigned any_blocks(const RopeBackward& p) {
 }  // namespace
 
 int64_t rope_backward_partials(const RopeBackward& p) {
-  if (p.dweight == nullptr) return 0;
+  if (p.dweight.data == nullptr) return 0;
   int64_t blocks = any_blocks(p);
   if (p.by_head) return std::max<int64_t>(blocks, rms_norm_heads_blocks(p)) * p.head_width;
   launch_for_types(p, [&](auto types) {
@@ -293,7 +293,7 @@ cudaError_t rms_norm_rope_backward(const RopeBackward& p, cudaStream_t stream) {
         return true;
       }
       if (p.grad.dtype != p.x.dtype || !aligned(p.grad) || !aligned(p.dx)) return false;
-      return p.dweight != nullptr ? launch_rows<T, A, true>(p, &blocks, stream, &error)
+      return p.dweight.data != nullptr ? launch_rows<T, A, true>(p, &blocks, stream, &error)
                                   : launch_rows<T, A, false>(p, &blocks, stream, &error);
     };
     blocks = p.by_head ? rms_norm_heads_blocks(p) : 0;
@@ -304,13 +304,12 @@ cudaError_t rms_norm_rope_backward(const RopeBackward& p, cudaStream_t stream) {
       error = cudaGetLastError();
     }
   }
-  if (error != cudaSuccess || one_kernel || p.dweight == nullptr) return error;
+  if (error != cudaSuccess || one_kernel || p.dweight.data == nullptr) return error;
   ColumnSums totals = {};
   totals.partials = p.partials;
   totals.segments = totals.rows = 1;
   totals.chunks = static_cast<int>(blocks);
   totals.width = static_cast<int>(norm_width(p));
-  totals.modulated = true;
   totals.dweight = p.dweight;
   return add_column_sums<1>(totals, stream);
 }

@@ -61,7 +61,7 @@ struct FewRope {
   }
   static __device__ __forceinline__ void write(const ColumnSums& sums_of, const FewRows&, const Place&, int column,
                                                float (&totals)[kSums + 2]) {
-    sums_of.dweight[column] = totals[0];
+    set_column(sums_of.dweight, column, totals[0]);
   }
 };
 

@@ -6,10 +6,12 @@ from torch import Tensor
 from .reference import compute_dtype, rows_of, turned
 
 # Every function returns only the gradients asked for, in the order of the op's tensor arguments: bit i of `needs`
-# stands for argument i. Modulations are [B, T, D] here (`ops` has expanded a batch of 1).
+# stands for argument i, whose dtype it has. Modulations are [B, T, D] here (`ops` has expanded a batch of 1).
 
 
-def layer_norm_modulate(grad, x, stats, scale, weight, bias, scale_table, rows, shift_dtype, needs) -> list[Tensor]:
+def layer_norm_modulate(
+    grad, x, stats, scale, weight, bias, scale_table, rows, shift_dtype, shift_table_dtype, needs
+) -> list[Tensor]:
     """Gradients for (x, scale, shift, weight, bias, scale_table, shift_table).
 
     With xh = (x - mean) * rstd, n = xh * weight + bias, m = 1 + scale + scale_table and g = grad * m * weight:
@@ -19,7 +21,7 @@ def layer_norm_modulate(grad, x, stats, scale, weight, bias, scale_table, rows, 
     Args:
         grad: [B, S, D]. x: [B, S, D]. stats: [B, S, 2] as `row_statistics` gives it.
         scale: [B, T, D] or None. weight, bias, scale_table: [D] or None.
-        rows: T of shift. shift_dtype: dtype of its gradient. needs: bits, see above.
+        rows: T of shift. shift_dtype, shift_table_dtype: of their gradients. needs: bits, see above.
     """
     dtype = stats.dtype
     mean, rstd = stats[..., :1], stats[..., 1:]
@@ -37,7 +39,9 @@ def layer_norm_modulate(grad, x, stats, scale, weight, bias, scale_table, rows, 
     if needs & 4:
         gradients.append(_sum_rows(grad, rows).to(shift_dtype))
     sums = (grad_affine * xh, grad_affine, grad * normed, grad)
-    return gradients + [total.sum((0, 1)) for bit, total in enumerate(sums, start=3) if needs >> bit & 1]
+    dtypes = (*(None if each is None else each.dtype for each in (weight, bias, scale_table)), shift_table_dtype)
+    columns = enumerate(zip(sums, dtypes), start=3)
+    return gradients + [total.sum((0, 1)).to(dtype) for bit, (total, dtype) in columns if needs >> bit & 1]
 
 
 def rms_norm_modulate(
@@ -63,7 +67,7 @@ def rms_norm_modulate(
     if needs & 4:
         gradients.append(_sum_rows(grad, rows).to(shift_dtype))
     if needs & 8:
-        gradients.append((grad_normed * xh).sum((0, 1)))
+        gradients.append((grad_normed * xh).sum((0, 1)).to(weight.dtype))
     return gradients
 
 
@@ -83,13 +87,13 @@ def gate_residual(grad, y, gate, gate_table, y_dtype, needs) -> list[Tensor]:
     if needs & 4:
         gradients.append(_sum_rows(product, gate.shape[1]).to(gate.dtype))
     if needs & 8:
-        gradients.append(product.sum((0, 1)))
+        gradients.append(product.sum((0, 1)).to(gate_table.dtype))
     return gradients
 
 
 def gate_residual_layer_norm_modulate(
     grad_residual, grad, residual, stats, y, gate, gate_table, scale, weight, bias, scale_table,
-    x_dtype, y_dtype, rows, shift_dtype, needs,
+    x_dtype, y_dtype, rows, shift_dtype, shift_table_dtype, needs,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients for (x, y, gate, gate_table, scale, shift, weight, bias, scale_table, shift_table).
 
@@ -97,9 +101,8 @@ def gate_residual_layer_norm_modulate(
     """
     dtype = stats.dtype
     norm_needs = 1 | (needs >> 3 & ~1)
-    total, *norm_gradients = layer_norm_modulate(
-        grad, residual.to(dtype), stats, scale, weight, bias, scale_table, rows, shift_dtype, norm_needs
-    )
+    norm = (scale, weight, bias, scale_table, rows, shift_dtype, shift_table_dtype)
+    total, *norm_gradients = layer_norm_modulate(grad, residual.to(dtype), stats, *norm, norm_needs)
     if grad_residual is not None:
         total = total + grad_residual.to(dtype)
     gradients = [total.to(x_dtype, copy=True)] if needs & 1 else []
@@ -123,7 +126,7 @@ def rms_norm_rope(grad, x, rstd, weight, cos, sin, needs) -> list[Tensor]:
     if needs & 1:
         gradients.append(_through_rms(grad * weight.to(dtype), xh, rstd).to(x.dtype).view(shape))
     if needs & 2:
-        gradients.append((grad * xh).sum(tuple(range(grad.ndim - 1))))
+        gradients.append((grad * xh).sum(tuple(range(grad.ndim - 1))).to(weight.dtype))
     return gradients
 
 

@@ -31,10 +31,11 @@ from .registry import (
 # standing for argument i of the forward op. Its double backward is the differentiable formula in `gradients`.
 
 
-def _save_shift(ctx, x: Tensor, shift: Tensor | None):
-    """Shift itself is not kept: its gradient needs only the number of its rows and its dtype."""
+def _save_shift(ctx, x: Tensor, shift: Tensor | None, shift_table: Tensor | None = None):
+    """What is added is not kept: its gradient needs only the number of its rows and its dtype."""
     ctx.shift_rows = 1 if shift is None else shift.shape[1]
     ctx.shift_dtype = x.dtype if shift is None else shift.dtype
+    ctx.shift_table_dtype = x.dtype if shift_table is None else shift_table.dtype
 
 
 def _split_shift(ctx, needs: int, shift_bit: int, tokens: int) -> tuple[int, int, bool]:
@@ -64,14 +65,16 @@ def _fake_layer_norm_modulate(x, scale, shift, weight, bias, scale_table, shift_
     return x.new_empty(x.shape, dtype=out_dtype), x.new_empty((*x.shape[:2], 2), dtype=dtype)
 
 
-def _fake_layer_norm_modulate_backward(grad, x, stats, scale, weight, bias, scale_table, rows, shift_dtype, needs):
-    column = ((x.shape[2],), stats.dtype)
+def _fake_layer_norm_modulate_backward(
+    grad, x, stats, scale, weight, bias, scale_table, rows, shift_dtype, shift_table_dtype, needs
+):
     shift = ((x.shape[0], rows, x.shape[2]), shift_dtype)
-    return empty_gradients(x, needs, kind_of(x), kind_of(scale), shift, column, column, column, column)
+    columns = (*map(kind_of, (weight, bias, scale_table)), ((x.shape[2],), shift_table_dtype))
+    return empty_gradients(x, needs, kind_of(x), kind_of(scale), shift, *columns)
 
 
 def _save_layer_norm_modulate(ctx, inputs, output):
-    x, scale, shift, weight, bias, scale_table, _, eps, _ = inputs
+    x, scale, shift, weight, bias, scale_table, shift_table, eps, _ = inputs
     _, stats = output
     ctx.mark_non_differentiable(stats)
     ctx.set_materialize_grads(False)
@@ -79,7 +82,7 @@ def _save_layer_norm_modulate(ctx, inputs, output):
     ctx.save_for_backward(x, stats, rows)
     keep(ctx, row, weight, bias, scale_table)
     ctx.eps = eps
-    _save_shift(ctx, x, shift)
+    _save_shift(ctx, x, shift, shift_table)
 
 
 def _differentiate_layer_norm_modulate(ctx, grad, _):
@@ -90,7 +93,7 @@ def _differentiate_layer_norm_modulate(ctx, grad, _):
     needs, rows, direct = _split_shift(ctx, bits_of(ctx.needs_input_grad), 2, x.shape[1])
     if torch.is_grad_enabled():
         stats = row_statistics(x, ctx.eps, stats.dtype)
-    args = (grad, x, stats, scale, weight, bias, scale_table, rows, ctx.shift_dtype)
+    args = (grad, x, stats, scale, weight, bias, scale_table, rows, ctx.shift_dtype, ctx.shift_table_dtype)
     placed = gradients_of(ctx, "layer_norm_modulate", 9, needs, *args)
     return (*placed[:2], grad, *placed[3:]) if direct else placed
 
@@ -110,7 +113,7 @@ def _fake_rms_norm_modulate_backward(
     grad, x, rstd, scale, weight, scale_offset, weight_offset, rows, shift_dtype, needs
 ):
     shift = ((x.shape[0], rows, x.shape[2]), shift_dtype)
-    return empty_gradients(x, needs, kind_of(x), kind_of(scale), shift, ((x.shape[2],), rstd.dtype))
+    return empty_gradients(x, needs, kind_of(x), kind_of(scale), shift, kind_of(weight))
 
 
 def _save_rms_norm_modulate(ctx, inputs, output):
@@ -147,8 +150,7 @@ def _fake_gate_residual(x, y, gate, gate_table, out_dtype):
 
 
 def _fake_gate_residual_backward(grad, y, gate, gate_table, y_dtype, needs):
-    column = ((grad.shape[2],), compute_dtype(grad, y, gate, gate_table))
-    return empty_gradients(grad, needs, None, (grad.shape, y_dtype), kind_of(gate), column)
+    return empty_gradients(grad, needs, None, (grad.shape, y_dtype), kind_of(gate), kind_of(gate_table))
 
 
 def _save_gate_residual(ctx, inputs, output):
@@ -199,18 +201,17 @@ def _fake_gate_residual_layer_norm_modulate(
 
 def _fake_gate_residual_layer_norm_modulate_backward(
     grad_residual, grad, residual, stats, y, gate, gate_table, scale, weight, bias, scale_table,
-    x_dtype, y_dtype, rows, shift_dtype, needs,
+    x_dtype, y_dtype, rows, shift_dtype, shift_table_dtype, needs,
 ):  # fmt: skip
-    column = ((residual.shape[2],), stats.dtype)
     shift = ((residual.shape[0], rows, residual.shape[2]), shift_dtype)
     whole = [(residual.shape, x_dtype), (residual.shape, y_dtype)]
-    gate_column = ((residual.shape[2],), compute_dtype(y, gate, gate_table, stats))
-    norm = (kind_of(scale), shift, column, column, column, column)
-    return empty_gradients(residual, needs, *whole, kind_of(gate), gate_column, *norm)
+    shift_table = ((residual.shape[2],), shift_table_dtype)
+    norm = (kind_of(scale), shift, *map(kind_of, (weight, bias, scale_table)), shift_table)
+    return empty_gradients(residual, needs, *whole, kind_of(gate), kind_of(gate_table), *norm)
 
 
 def _save_gate_residual_layer_norm_modulate(ctx, inputs, output):
-    x, y, gate, gate_table, scale, shift, weight, bias, scale_table, _, eps, _, _ = inputs
+    x, y, gate, gate_table, scale, shift, weight, bias, scale_table, shift_table, eps, _, _ = inputs
     residual, _, stats = output
     ctx.mark_non_differentiable(stats)
     ctx.set_materialize_grads(False)
@@ -219,7 +220,7 @@ def _save_gate_residual_layer_norm_modulate(ctx, inputs, output):
     ctx.save_for_backward(residual, stats, y_kept, gates, scales)
     keep(ctx, gate, scale, gate_table, weight, bias, scale_table)
     ctx.eps, ctx.x_dtype, ctx.y_dtype = eps, x.dtype, y.dtype
-    _save_shift(ctx, x, shift)
+    _save_shift(ctx, x, shift, shift_table)
 
 
 def _differentiate_gate_residual_layer_norm_modulate(ctx, grad_residual, grad, _):
@@ -237,7 +238,8 @@ def _differentiate_gate_residual_layer_norm_modulate(ctx, grad_residual, grad, _
     if torch.is_grad_enabled():
         stats = row_statistics(residual, ctx.eps, stats.dtype)
     forward = (residual, stats, y, gate, gate_table, scale, weight, bias, scale_table)
-    args = (grad_residual, grad, *forward, ctx.x_dtype, ctx.y_dtype, rows, ctx.shift_dtype)
+    dtypes = (ctx.shift_dtype, ctx.shift_table_dtype)
+    args = (grad_residual, grad, *forward, ctx.x_dtype, ctx.y_dtype, rows, *dtypes)
     placed = gradients_of(ctx, "gate_residual_layer_norm_modulate", 13, needs, *args)
     if shared:
         placed = (placed[0], placed[0], *placed[2:])
@@ -258,7 +260,7 @@ def _fake_rms_norm_rope(x, weight, cos, sin, heads, eps):
 
 
 def _fake_rms_norm_rope_backward(grad, x, rstd, weight, cos, sin, needs):
-    return empty_gradients(x, needs, kind_of(x), (weight.shape, rstd.dtype))
+    return empty_gradients(x, needs, kind_of(x), kind_of(weight))
 
 
 def _save_rms_norm_rope(ctx, inputs, output):
@@ -289,7 +291,7 @@ define(
 )
 define_backward(
     "layer_norm_modulate_backward(Tensor grad, Tensor x, Tensor stats, Tensor? scale, Tensor? weight, Tensor? bias, "
-    "Tensor? scale_table, int rows, ScalarType shift_dtype, int needs) -> Tensor[]",
+    "Tensor? scale_table, int rows, ScalarType shift_dtype, ScalarType shift_table_dtype, int needs) -> Tensor[]",
     gradients.layer_norm_modulate,
     _fake_layer_norm_modulate_backward,
 )
@@ -329,7 +331,8 @@ define(
 define_backward(
     "gate_residual_layer_norm_modulate_backward(Tensor? grad_residual, Tensor grad, Tensor residual, Tensor stats, "
     "Tensor? y, Tensor? gate, Tensor? gate_table, Tensor? scale, Tensor? weight, Tensor? bias, Tensor? scale_table, "
-    "ScalarType x_dtype, ScalarType y_dtype, int rows, ScalarType shift_dtype, int needs) -> Tensor[]",
+    "ScalarType x_dtype, ScalarType y_dtype, int rows, ScalarType shift_dtype, ScalarType shift_table_dtype, "
+    "int needs) -> Tensor[]",
     gradients.gate_residual_layer_norm_modulate,
     _fake_gate_residual_layer_norm_modulate_backward,
 )

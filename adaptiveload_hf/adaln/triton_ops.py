@@ -32,9 +32,12 @@ def layer_norm_modulate(x, scale, shift, weight, bias, scale_table, shift_table,
     return _forward(x, **norm, **tables, out_dtype=out_dtype, eps=eps, center=True)[1:]
 
 
-def layer_norm_modulate_backward(grad, x, stats, scale, weight, bias, scale_table, rows, shift_dtype, needs):
+def layer_norm_modulate_backward(
+    grad, x, stats, scale, weight, bias, scale_table, rows, shift_dtype, shift_table_dtype, needs
+):
     norm = {"scale": scale, "weight": weight, "bias": bias, "scale_table": scale_table}
     rows_and_dtypes = {"x_dtype": x.dtype, "shift_rows": rows, "shift_dtype": shift_dtype}
+    rows_and_dtypes["shift_table_dtype"] = shift_table_dtype
     return _backward(grad, _wanted(_NORM_ARGUMENTS, needs), x=x, stats=stats, **norm, **rows_and_dtypes, center=True)
 
 
@@ -70,11 +73,12 @@ def gate_residual_layer_norm_modulate(
 
 def gate_residual_layer_norm_modulate_backward(
     grad_residual, grad, residual, stats, y, gate, gate_table, scale, weight, bias, scale_table,
-    x_dtype, y_dtype, rows, shift_dtype, needs,
+    x_dtype, y_dtype, rows, shift_dtype, shift_table_dtype, needs,
 ):  # fmt: skip
     kept = {"x": residual, "stats": stats, "y": y, "gate": gate, "gate_table": gate_table}
     norm = {"scale": scale, "weight": weight, "bias": bias, "scale_table": scale_table}
     dtypes = {"x_dtype": x_dtype, "y_dtype": y_dtype, "shift_rows": rows, "shift_dtype": shift_dtype}
+    dtypes["shift_table_dtype"] = shift_table_dtype
     names = _GATE_ARGUMENTS + _NORM_ARGUMENTS[1:]
     return _backward(grad, _wanted(names, needs), grad_residual=grad_residual, **kept, **norm, **dtypes, center=True)
 
@@ -139,7 +143,7 @@ def _forward(
 def _backward(
     grad, wanted, *, grad_residual=None, x=None, stats=None, y=None, gate=None, gate_table=None, scale=None,
     weight=None, bias=None, scale_table=None, cos=None, sin=None, x_dtype=None, y_dtype=None, shift_rows=1,
-    shift_dtype=None, center=False, scale_offset=1.0, weight_offset=0.0,
+    shift_dtype=None, shift_table_dtype=None, center=False, scale_offset=1.0, weight_offset=0.0,
 ):  # fmt: skip
     """The gradients that are wanted, in that order."""
     kinds = {"x": x_dtype, "y": y_dtype}
@@ -164,12 +168,14 @@ def _backward(
     kinds = {"gate": gate, "scale": scale}
     kinds = {name: (m.shape[1], m.dtype) for name, m in kinds.items() if m is not None}
     kinds["shift"] = (shift_rows, shift_dtype)
+    columns = {"weight": weight, "bias": bias, "gate_table": gate_table, "scale_table": scale_table}
+    columns = {name: m.dtype for name, m in columns.items() if m is not None} | {"shift_table": shift_table_dtype}
     for name in wanted:
         if name in kinds and name not in found:
             rows, dtype = kinds[name]
             found[name] = _sum_rows(sums[name], grad.shape[0], rows).to(dtype)
         elif name not in found:
-            found[name] = sums[name.removesuffix("_table")].sum(0)
+            found[name] = sums[name.removesuffix("_table")].sum(0).to(columns[name])
     return [found[name] for name in wanted]
 
 

@@ -36,7 +36,7 @@ std::vector<Tensor> gate_residual_backward(const Tensor& grad, const Optional& y
   Gradients gradients(grad, shape, needs);
   p.dy = gradients.rows(1, shape.tokens, y_dtype);
   p.dgate = gradients.rows(2, gate);
-  p.dgate_table = gradients.columns(3);
+  p.dgate_table = gradients.columns(3, gate_table);
   if ((gradients.wants(2) || gradients.wants(3)) && !y.has_value()) refuse("the gate's gradient needs y");
   p.partials = workspace(grad, adaptiveload::gate_backward_partials(p), copies);
   check(adaptiveload::gate_residual_backward(p, current_stream(grad)), "gate_residual_backward");

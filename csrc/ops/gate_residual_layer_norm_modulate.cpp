@@ -40,7 +40,7 @@ std::vector<Tensor> gate_residual_layer_norm_modulate_backward(
     const Optional& grad_residual, const Tensor& grad, const Tensor& residual, const Tensor& stats, const Optional& y,
     const Optional& gate, const Optional& gate_table, const Optional& scale, const Optional& weight,
     const Optional& bias, const Optional& scale_table, ScalarType x_dtype, ScalarType y_dtype, int64_t rows,
-    ScalarType shift_dtype, int64_t needs) {
+    ScalarType shift_dtype, ScalarType shift_table_dtype, int64_t needs) {
   const Shape shape = shape_of(residual, rows_of(gate, scale, rows));
   const torch::stable::accelerator::DeviceGuard guard(residual.get_device_index());
   check_stats(stats, shape, 2);
@@ -63,13 +63,13 @@ std::vector<Tensor> gate_residual_layer_norm_modulate_backward(
   p.dy = gradients.rows(1, shape.tokens, y_dtype);
   if ((gradients.wants(2) || gradients.wants(3)) && !y.has_value()) refuse("the gate's gradient needs y");
   p.dgate = gradients.rows(2, gate);
-  p.dgate_table = gradients.columns(3);
+  p.dgate_table = gradients.columns(3, gate_table);
   p.dscale = gradients.rows(4, scale);
   p.dshift = gradients.shift(5, rows, shift_dtype);
-  p.dweight = gradients.columns(6);
-  p.dbias = gradients.columns(7);
-  p.dscale_table = gradients.columns(8);
-  p.dshift_table = gradients.columns(9);
+  p.dweight = gradients.columns(6, weight);
+  p.dbias = gradients.columns(7, bias);
+  p.dscale_table = gradients.columns(8, scale_table);
+  p.dshift_table = gradients.columns(9, shift_table_dtype);
   p.partials = workspace(residual, needs >> 2 != 0 ? adaptiveload::gated_norm_backward_partials(shape) : 0, copies);
   check(adaptiveload::gate_residual_layer_norm_modulate_backward(p, current_stream(residual)),
         "gate_residual_layer_norm_modulate_backward");

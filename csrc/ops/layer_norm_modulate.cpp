@@ -38,7 +38,7 @@ std::tuple<Tensor, Tensor> layer_norm_modulate(const Tensor& x, const Optional& 
 std::vector<Tensor> layer_norm_modulate_backward(const Tensor& grad, const Tensor& x, const Tensor& stats,
                                                  const Optional& scale, const Optional& weight, const Optional& bias,
                                                  const Optional& scale_table, int64_t rows, ScalarType shift_dtype,
-                                                 int64_t needs) {
+                                                 ScalarType shift_table_dtype, int64_t needs) {
   const Shape shape = shape_of(x, rows_of(scale, std::nullopt, rows));
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   check_stats(stats, shape, 2);
@@ -56,10 +56,10 @@ std::vector<Tensor> layer_norm_modulate_backward(const Tensor& grad, const Tenso
   p.dx = gradients.rows(0, shape.tokens, x.scalar_type());
   p.dscale = gradients.rows(1, scale);
   p.dshift = gradients.shift(2, rows, shift_dtype);
-  p.dweight = gradients.columns(3);
-  p.dbias = gradients.columns(4);
-  p.dscale_table = gradients.columns(5);
-  p.dshift_table = gradients.columns(6);
+  p.dweight = gradients.columns(3, weight);
+  p.dbias = gradients.columns(4, bias);
+  p.dscale_table = gradients.columns(5, scale_table);
+  p.dshift_table = gradients.columns(6, shift_table_dtype);
   p.partials = workspace(x, adaptiveload::layer_norm_backward_partials(p), copies);
   check(adaptiveload::layer_norm_modulate_backward(p, current_stream(x)), "layer_norm_modulate_backward");
   return gradients.found;

@@ -174,7 +174,7 @@ class Gradients {
   // Like a modulation.
   Array rows(int bit, const Optional& modulation) {
     if (!wants(bit)) return {};
-    if (!modulation.has_value()) refuse("an absent modulation has no gradient");
+    if (!modulation.has_value()) refuse("an absent operand has no gradient");
     return rows(bit, shape_.rows, modulation->scalar_type());
   }
   Array shift(int bit, int64_t rows_of_shift, ScalarType type) {
@@ -184,10 +184,18 @@ class Gradients {
     return rows(bit, rows_of_shift, type);
   }
   // [D]
-  float* columns(int bit) {
-    if (!wants(bit)) return nullptr;
-    found.push_back(empty(like_, {shape_.width}, ScalarType::Float));
-    return static_cast<float*>(found.back().data_ptr());
+  Array columns(int bit, ScalarType type) {
+    if (!wants(bit)) return {};
+    found.push_back(empty(like_, {shape_.width}, type));
+    Array array;
+    array.data = found.back().data_ptr();
+    array.dtype = dtype_of(type);
+    return array;
+  }
+  Array columns(int bit, const Optional& operand) {
+    if (!wants(bit)) return {};
+    if (!operand.has_value()) refuse("an absent operand has no gradient");
+    return columns(bit, operand->scalar_type());
   }
 
  private:

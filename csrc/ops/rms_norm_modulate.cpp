@@ -58,7 +58,7 @@ std::vector<Tensor> rms_norm_modulate_backward(const Tensor& grad, const Tensor&
   p.dx = gradients.rows(0, shape.tokens, x.scalar_type());
   p.dscale = gradients.rows(1, scale);
   p.dshift = gradients.shift(2, rows, shift_dtype);
-  p.dweight = gradients.columns(3);
+  p.dweight = gradients.columns(3, weight);
   p.partials = workspace(x, adaptiveload::layer_norm_backward_partials(p), copies);
   check(adaptiveload::layer_norm_modulate_backward(p, current_stream(x)), "rms_norm_modulate_backward");
   return gradients.found;

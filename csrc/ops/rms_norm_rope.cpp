@@ -94,7 +94,7 @@ std::vector<Tensor> rms_norm_rope_backward(const Tensor& grad, const Tensor& x, 
   const Shape normed = {shape.batch, shape.tokens, weight.numel(), shape.rows};
   Gradients gradients(x, shape, needs), columns(x, normed, needs);
   p.dx = gradients.rows(0, shape.tokens, x.scalar_type());
-  p.dweight = columns.columns(1);
+  p.dweight = columns.columns(1, weight.scalar_type());
   if (columns.wants(1)) gradients.found.push_back(columns.found.back());
   p.partials = workspace(x, adaptiveload::rope_backward_partials(p), copies);
   check(adaptiveload::rms_norm_rope_backward(p, current_stream(x)), "rms_norm_rope_backward");

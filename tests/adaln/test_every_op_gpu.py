@@ -58,6 +58,44 @@ def test_constant_rows_stay_finite(op, backend, value):
 
 
 @BACKENDS
+@pytest.mark.parametrize("tokens", [40, 5000])
+@EVERY_OP
+def test_gradients_of_columns_in_a_half_type_are_the_float32_sums_rounded_once(op, tokens, backend):
+    inputs, options = case(op, make_x(1, tokens, D, torch.bfloat16, "cuda"))
+    names = {"rms_norm_rope": ("weight",), "rms_norm_modulate": ("weight",), "gate_residual": ("gate_table",)}.get(
+        op, ("weight", "bias", "scale_table", "shift_table")
+    )
+    columns = {name: make_columns(D, "cuda").detach().bfloat16() for name in names}
+    dtypes = {} if op == "rms_norm_rope" else {"out_dtype": torch.bfloat16}
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        leaves = {name: column.to(dtype).requires_grad_() for name, column in columns.items()}
+        out = getattr(ops, op)(**inputs | leaves, **options, **dtypes, backend=backend)
+        out = out[-1] if isinstance(out, tuple) else out
+        torch.manual_seed(2)
+        found.append(torch.autograd.grad(out, list(leaves.values()), torch.randn_like(out)))
+    for halves, floats in zip(*found):
+        assert torch.equal(halves, floats.bfloat16())
+
+
+# CUDA's clusters come with Hopper; the second kernel of others adds column sums.
+@pytest.mark.parametrize("op", ["rms_norm_rope", "rms_norm_modulate"])
+def test_backward_of_few_rows_with_a_weight_in_a_half_type_is_one_kernel(op):
+    if ops.kernel_backend("cuda") != "cuda" or torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("needs the extension and a GPU with clusters")
+    inputs, options = case(op, make_x(1, 40, D, torch.bfloat16, "cuda"))
+    inputs["weight"] = make_columns(D, "cuda").detach().bfloat16().requires_grad_()
+    out = getattr(ops, op)(**inputs, **options)
+    leaves, grad = [t for t in inputs.values() if t.requires_grad], torch.randn_like(out)
+    torch.autograd.grad(out, leaves, grad, retain_graph=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        torch.autograd.grad(out, leaves, grad)
+        torch.cuda.synchronize()
+    kernels = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(kernels) == 1, kernels
+
+
+@BACKENDS
 @EVERY_OP
 def test_double_backward_is_that_of_the_reference(op, backend):
     inputs, options = case(op, make_x(1, 6, D, torch.float32, "cuda"))

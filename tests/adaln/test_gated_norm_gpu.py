@@ -229,7 +229,7 @@ def test_opcheck_passes_on_cuda_tensors(rows):
         residual, _, stats = namespace.gate_residual_layer_norm_modulate(*forward)
     kept = (y, gate, gate_table, scale, weight, bias, scale_table)
     kept = [t.detach() for t in (torch.randn_like(x), torch.randn_like(x), residual, stats, *kept)]
-    backward = (*kept, *dtypes, rows, torch.float32, (1 << 10) - 1)
+    backward = (*kept, *dtypes, rows, torch.float32, torch.float16, (1 << 10) - 1)
     torch.library.opcheck(namespace.gate_residual_layer_norm_modulate_backward.default, backward)
 
 

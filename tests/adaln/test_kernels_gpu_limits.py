@@ -151,9 +151,10 @@ def test_opcheck_passes_on_cuda_tensors(rows):
     torch.library.opcheck(namespace.gate_residual.default, (x, x.detach(), scale, None, torch.bfloat16))
     x, scale, shift = (t.detach() for t in (x, scale, shift))
     _, stats = namespace.layer_norm_modulate(x, scale, shift, None, None, None, None, 1e-6, torch.bfloat16)
-    backward = (torch.randn_like(x), x, stats, scale, None, None, None, rows, torch.float32, 0b1100111)
+    table, dtypes = torch.randn_like(x[0, 0]), (torch.float32, torch.float16)
+    backward = (torch.randn_like(x), x, stats, scale, table, None, table.float(), rows, *dtypes, 0b1101111)
     torch.library.opcheck(namespace.layer_norm_modulate_backward.default, backward)
-    gate_backward = (torch.randn_like(x), x, scale, None, torch.bfloat16, 0b1110)
+    gate_backward = (torch.randn_like(x), x, scale, table, torch.bfloat16, 0b1110)
     torch.library.opcheck(namespace.gate_residual_backward.default, gate_backward)
 
 

@@ -169,13 +169,13 @@ def raw_arguments(rows):
     tail = (rows, torch.bfloat16)
     yield (
         namespace.layer_norm_modulate_backward,
-        (grad, x, stats, scale, weight, bias, scale_table, *tail, 0b1111111),
+        (grad, x, stats, scale, weight, bias, scale_table, *tail, torch.float16, 0b1111111),
     )
     yield namespace.rms_norm_modulate_backward, (grad, x, rstd, scale, weight, 1.0, 0.0, *tail, 0b1111)
     yield namespace.gate_residual_backward, (grad, y, gate, gate_table, torch.bfloat16, 0b1110)
     kept = (grad, grad, x, stats, y, gate, gate_table, scale, weight, bias, scale_table)
     dtypes = (torch.bfloat16, torch.float32)
-    yield namespace.gate_residual_layer_norm_modulate_backward, (*kept, *dtypes, *tail, (1 << 10) - 1)
+    yield namespace.gate_residual_layer_norm_modulate_backward, (*kept, *dtypes, *tail, torch.float16, (1 << 10) - 1)
     turned = grad.unflatten(2, (2, -1))
     yield namespace.rms_norm_rope_backward, (turned, x, rstd, weight, cos.float(), sin.float(), 0b11)
     yield namespace.rms_norm_rope_backward, (turned, x, torch.rand(B, S, 2), of_head.detach(), None, None, 0b11)

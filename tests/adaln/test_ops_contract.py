@@ -86,7 +86,7 @@ def test_rope_refuses_other_shapes_and_tables_with_gradients(module):
 
 def test_differentiating_a_raw_backward_op_is_refused_by_name():
     stats = torch.rand(2, 12, 2)
-    args = (y.clone().requires_grad_(), x, stats, None, None, None, None, 1, torch.float32, 1)
+    args = (y.clone().requires_grad_(), x, stats, None, None, None, None, 1, torch.float32, torch.float32, 1)
     with pytest.raises(RuntimeError, match="layer_norm_modulate_backward is not differentiable"):
         torch.ops.adaptiveload.layer_norm_modulate_backward(*args)
 
