@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The paper's 8-GPU table: Wan 2.1 1.3B at full depth, FSDP2 on eight GPUs, K = 4, stills to 81 frames at 480p, one epoch
-# of the same samples in each arm, about 240 micro-batches each, the most telling arms first; about a minute an arm on
+# of the same samples in each arm, about 190 micro-batches each, the most telling arms first; under a minute an arm on
 # H200s, and the compiled ones make their graphs before.
 # Usage: recipes/runs/wan21_1.3b_8gpu_compare.sh CONFIG EAGER_CONFIG [output folder] [--predict 8]
 # CONFIG and EAGER_CONFIG: recipes/benchmark_shapes.py on these GPUs, as it is and with --no_patch. First with --predict 8,
@@ -13,7 +13,7 @@ if [[ " $* " == *" --predict "* ]]; then launch=(python); fi
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 common=(--shapes recipes/mixed_shapes.json --m_mem_tokens 32760 --gradient_accumulation_steps 4 "${@:4}")
 "${launch[@]}" recipes/compare_schedules.py --config recipes/runs/wan2.1_1.3b.json --output_dir "$out" \
-    --bucket_config "$config" --eager_bucket_config "$eager" --samples $((1100 * ranks / 8)) "${common[@]}" \
+    --bucket_config "$config" --eager_bucket_config "$eager" --samples $((800 * ranks / 8)) "${common[@]}" \
     --arms equal_token/none/eager dual/window:8/patched dual/step/patched equal_token/same_bucket/eager \
     equal_token/same_bucket/compiled dual/none/eager dual/step/eager dual/window:8/eager equal_token/none/compiled \
     dual/step/patched_compiled
