@@ -58,15 +58,8 @@ def run_steps(accelerator: Accelerator, args, model, loader, scheduler, run, tot
                 if not math.isfinite(grad_norm if accelerator.scaler is None else loss):
                     skipped += 1
                     _skip(accelerator, loader, done, step, skipped, args.max_skipped_steps)
-                metrics = {
-                    "step": step,
-                    "epoch": loader.epoch,
-                    **measured,
-                    "loss": _number(loss),
-                    "learning_rate": scheduler.get_last_lr()[0],
-                    "grad_norm": _number(grad_norm),
-                    "skipped_steps": skipped,
-                }
+                rates = {"learning_rate": scheduler.get_last_lr()[0], "grad_norm": grad_norm, "skipped_steps": skipped}
+                metrics = _finite({"step": step, "epoch": loader.epoch, **measured, **rates})
                 _write(accelerator, output_dir, metrics)
                 _show(metrics, monitor.status_line(measured), bar)
                 finished = step == total_steps
@@ -75,7 +68,7 @@ def run_steps(accelerator: Accelerator, args, model, loader, scheduler, run, tot
                 # Last: it may run out of memory, or take longer than who asked to stop will wait.
                 if finished or (step % args.validation_steps == 0 and not stop):
                     for validate in validators:
-                        if validated := validate(step):
+                        if validated := _finite(validate(step)):
                             _complete(accelerator, output_dir, metrics, validated)
                             metrics |= validated
                 if stop or finished:
@@ -147,9 +140,20 @@ def _out_of_memory(accelerator: Accelerator, loader, batch: dict, args) -> UserE
     return out_of_memory(accelerator, loader, batch, reserved, parse_batch_sizes(args.batch_sizes))
 
 
-def _number(value: float) -> float | None:
-    """JSON has no NaN."""
-    return value if math.isfinite(value) else None
+def _finite(values: dict) -> dict:
+    """None for each number that is not finite: JSON has no NaN."""
+
+    def finite(value):
+        if isinstance(value, dict):
+            return _finite(value)
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return {name: finite(value) for name, value in values.items()}
+
+
+def _numbers(values: dict) -> dict[str, float]:
+    """What a tracker draws."""
+    return {name: value for name, value in values.items() if isinstance(value, float)}
 
 
 def _write(accelerator: Accelerator, output_dir: Path, metrics: dict) -> None:
@@ -157,7 +161,7 @@ def _write(accelerator: Accelerator, output_dir: Path, metrics: dict) -> None:
     if accelerator.is_main_process:
         with _named_metrics(output_dir, metrics) as lines:
             append_line(lines, json.dumps(metrics))
-    accelerator.log({name: value for name, value in metrics.items() if isinstance(value, float)}, metrics["step"])
+    accelerator.log(_numbers(metrics), metrics["step"])
 
 
 def _complete(accelerator: Accelerator, output_dir: Path, metrics: dict, validated: dict) -> None:
@@ -169,9 +173,8 @@ def _complete(accelerator: Accelerator, output_dir: Path, metrics: dict, validat
             file.write(line)  # never shorter: a thousand ranks' lines are too many to write again
             file.flush()
             os.fsync(file.fileno())
-    numbers = {name: value for name, value in validated.items() if isinstance(value, float)}
-    by_shape = validated.get("validation_loss_by_shape", {})
-    accelerator.log(numbers | {f"validation_loss/{name}": loss for name, loss in by_shape.items()}, metrics["step"])
+    by_shape = {f"validation_loss/{name}": x for name, x in validated.get("validation_loss_by_shape", {}).items()}
+    accelerator.log(_numbers(validated | by_shape), metrics["step"])
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Does a run on one rank train what it should, resume, write what others read, and refuse what cannot be right?"""
 
 import json
+import math
 import shutil
 import sys
 from types import SimpleNamespace
@@ -191,6 +192,14 @@ def test_a_validation_that_fails_or_is_killed_costs_no_training_and_no_line(setu
     monkeypatch.undo()
     lines = train_here(setup, tmp_path, "--resume_from_checkpoint", "latest", max_train_steps=2)
     assert [line["step"] for line in lines] == [1, 2]
+
+
+def test_a_validation_without_a_finite_loss_leaves_a_line_that_every_json_reader_takes(setup, tmp_path, monkeypatch):
+    lost = {"validation_loss": math.nan, "validation_loss_by_shape": {"1x4x4": 2.0, "5x4x8": math.inf}}
+    monkeypatch.setattr(train_wan, "make_held_out_loss", lambda *_: lambda step: lost)
+    train_here(setup, tmp_path, "--validation_dataset", setup.dataset, max_train_steps=1, report_to="tensorboard")
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
+    assert [line["validation_loss"], *line["validation_loss_by_shape"].values()] == [None, 2.0, None]
 
 
 def test_the_learning_rate_reaches_its_end_at_the_last_step(setup, tmp_path):
