@@ -17,6 +17,7 @@ _DTYPES = {
     name: getattr(torch, name)
     for name in ("bfloat16", "float16", "float32", "float64", "int64", "int32", "uint8", "bool")
 }
+_NEEDED = {"latent", "latent_shape", "latent_dtype", "latent_normalized", "caption"}
 
 
 def collate_prepared(rows: list[dict]) -> dict:
@@ -32,8 +33,11 @@ def collate_prepared(rows: list[dict]) -> dict:
         (list of str), latent_normalized (bool).
 
     Raises:
-        UserError: bytes that do not match the shape, NaN or infinite values, or rows that do not belong together.
+        UserError: rows without these columns, bytes that do not match the shape, NaN or infinite values, or rows that
+            do not belong together.
     """
+    for row in rows:
+        _check_columns(row)
     normalized = {bool(row["latent_normalized"]) for row in rows}
     if len(normalized) > 1:
         raise UserError(
@@ -46,6 +50,16 @@ def collate_prepared(rows: list[dict]) -> dict:
         "caption": [row["caption"] for row in rows],
         "latent_normalized": normalized.pop(),
     }
+
+
+def _check_columns(row) -> None:
+    if not isinstance(row, dict) or not row.keys() >= _NEEDED:
+        found = f"columns {', '.join(row)}" if isinstance(row, dict) else type(row).__name__
+        raise UserError(
+            f"Without a collate_fn rows need the columns {', '.join(sorted(_NEEDED))}, but found {found}. Give your "
+            "own collate_fn; or the dataset as load_prepared, load_latent_folder or load_tar_shards returned it: "
+            "with_format, remove_columns and concatenate_datasets of two folders take away what reads its tensors."
+        )
 
 
 def _name(row: dict) -> str:

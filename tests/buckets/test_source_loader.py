@@ -5,6 +5,7 @@ import pickle
 import re
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from accelerate import Accelerator
@@ -14,6 +15,7 @@ from support.caches import latent, sample_members, save_musubi, save_shard
 from support.prepared import save_config
 from support.preparing import rows_of
 
+from adaptiveload_hf.buckets.collate import collate_prepared
 from adaptiveload_hf.buckets.sampler import BucketDataLoader
 from adaptiveload_hf.buckets.sources import load_latent_folder, load_tar_shards
 from adaptiveload_hf.errors import UserError
@@ -131,3 +133,22 @@ def run_block(block):
     names = {}
     exec(block, names)
     return names
+
+
+@pytest.mark.parametrize(
+    ("lose", "found"),
+    [
+        (lambda dataset, other: dataset.with_format("torch"), "columns file, latent_shape"),
+        (lambda dataset, other: dataset.remove_columns("json"), "columns file, latent_shape"),
+        (
+            lambda dataset, other: datasets.concatenate_datasets([dataset, other]),
+            "columns file, latent_shape",
+        ),
+        (lambda dataset, other: [(1, 2)], "tuple"),
+    ],
+)
+def test_rows_without_their_tensors_are_refused_with_what_takes_them_away(lose, found, tmp_path):
+    rows = lose(folder_source(tmp_path / "one"), folder_source(tmp_path / "other"))
+    with pytest.raises(UserError, match=f"but found {found}") as caught:
+        collate_prepared([rows[0]])
+    assert "Give your own collate_fn; or the dataset as load_prepared" in str(caught.value)
