@@ -25,8 +25,10 @@ def check_arguments(dataset, config, accelerator, shapes) -> None:
     Raises:
         UserError: an argument of a loader is of another kind, such as the path of a config.
     """
+    rows = "rows by index; of a streaming dataset prepare or download the rows first"
     for name, value, attribute, words in (
-        ("dataset", dataset, "__len__", "rows by index; of a streaming dataset prepare or download the rows first"),
+        ("dataset", dataset, "__len__", rows),
+        ("dataset", dataset, "__getitem__", rows),
         ("config", config, "plan", "a BucketConfig, such as BucketConfig.from_pretrained(FOLDER)"),
         ("accelerator", accelerator, "gradient_state", "the run's Accelerator, such as make_accelerator()"),
         ("shapes", shapes, "bucket_of_sample", "a BucketIndex, such as index_shapes(sizes)"),
