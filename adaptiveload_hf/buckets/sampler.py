@@ -259,9 +259,8 @@ class BucketDataLoader(DataLoaderStateMixin):
         self._compare_ranks()
         check_run(self.schedule, self.accelerator)
         # accelerate's own count may be out of phase: restored under another K, or left inside an optimizer step.
-        self.accelerator.step = self._position
-        self._visit += 1
-        visit = self._visit
+        outer, self.accelerator.step = self.accelerator.step, self._position
+        visit = self._visit = self._visit + 1
         self._batches.first_micro_step = self._position
         # Of the workers. They must not draw the same on all ranks, nor after a resume what they drew before it.
         place = np.random.SeedSequence((self.seed, self.epoch, self.rank, self._position))
@@ -277,6 +276,8 @@ class BucketDataLoader(DataLoaderStateMixin):
                 yield self._hand_out(batch)
         finally:
             self.end()
+            if self.gradient_state.in_dataloader:  # a validation inside of the training loop, whose count goes on
+                self.accelerator.step = outer
             # Here, so that it is done too where the loop is left by a break at the last batch.
             if visit == self._visit:
                 self._leave_finished_epoch()
@@ -340,14 +341,8 @@ class BucketDataLoader(DataLoaderStateMixin):
                 "digest": schedule.digest,
             }
             segments.append(segment)
-        state = {
-            "epoch": epoch,
-            "global_step": self.global_step,
-            "processes": self.accelerator.num_processes,
-            "seed": self.seed,
-            "dataset_fingerprint": self.fingerprint,
-            "segments": segments,
-        }
+        state = {"epoch": epoch, "global_step": self.global_step, "processes": self.accelerator.num_processes}
+        state |= {"seed": int(self.seed), "dataset_fingerprint": self.fingerprint, "segments": segments}
         return sealed(state)
 
     def load_checkpoint(self, folder: str | Path) -> None:

@@ -40,7 +40,7 @@ def fresh_accelerate():
 
 
 def make(accumulation=2, counts=COUNTS, collate_fn=collate_numbers, **options):
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    accelerator = options.pop("accelerator", None) or Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
     shapes = options.pop("shapes", mixed_index(counts))
     dataset = options.pop("dataset", None) or NumberedRows(len(shapes.bucket_of_sample))
     return BucketDataLoader(
@@ -133,6 +133,16 @@ def test_gradients_synchronise_on_the_schedules_optimizer_steps_after_leaving_in
         for batch in loader:
             with loader.accelerator.accumulate(model):
                 assert loader.accelerator.sync_gradients == (batch["micro_step"] % 3 == 2)
+
+
+def test_validation_inside_an_optimizer_step_leaves_its_count_alone():
+    loader, model = make(accumulation=3), torch.nn.Linear(1, 1)
+    held_out = make(accumulation=3, counts=(9,), accelerator=loader.accelerator)
+    for batch in loader:
+        with loader.accelerator.accumulate(model):
+            assert loader.accelerator.sync_gradients == (batch["micro_step"] % 3 == 2)
+        if batch["micro_step"] % 2:
+            assert len(list(held_out)) == 3
 
 
 def test_another_accumulation_than_the_schedules_is_refused():
@@ -284,6 +294,7 @@ def test_wrong_arguments_are_refused():
     right = {"dataset": [1], "config": CountedConfig(), "accelerator": Accelerator(cpu=True)}
     for argument, value, words in (
         ("dataset", iter(()), "rows by index; of a streaming dataset .*, but it is tuple_iterator"),
+        ("dataset", DataLoader([1]), "rows by index; of a streaming dataset .*, but it is DataLoader"),
         ("config", "config", r"a BucketConfig, such as .*from_pretrained\(FOLDER\), but it is str 'config'"),
         ("accelerator", None, r"the run's Accelerator, such as make_accelerator\(\), but it is NoneType"),
         ("shapes", [1, 2], r"a BucketIndex, such as index_shapes\(sizes\), but it is list"),

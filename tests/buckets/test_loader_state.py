@@ -98,6 +98,12 @@ def test_a_state_is_plain_values_and_says_where_training_stands():
     assert resumed.state_dict() == state
 
 
+def test_a_seed_of_numpy_is_saved_as_a_plain_number():
+    loader = make(seed=np.int64(3))
+    train(loader, 2)
+    assert json.loads(json.dumps(loader.state_dict()))["seed"] == 3
+
+
 def test_a_state_at_the_end_of_an_epoch_begins_the_next_one():
     loader = make()
     for _ in loader:
