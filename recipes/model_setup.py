@@ -122,6 +122,7 @@ def prepare_training(accelerator: Accelerator, args, transformer, num_training_s
         betas=(args.adam_beta1, args.adam_beta2),
         weight_decay=args.adam_weight_decay,
         eps=args.adam_epsilon,
+        fused=True,  # torch's default needs memory for a copy of all weights (docs/training.md)
     )
     scheduler = get_scheduler("constant", optimizer)
     if num_training_steps is not None:
