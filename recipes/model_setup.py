@@ -82,7 +82,8 @@ def load_transformer(accelerator: Accelerator, model_class, args, subfolder: str
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}
     dtype = torch.float32 if args.rank is None else half.get(accelerator.mixed_precision, torch.float32)
     if args.from_scratch:
-        return model_class.from_config(load_model_config(model_class, args, subfolder)).to(dtype)
+        transformer = model_class.from_config(load_model_config(model_class, args, subfolder))
+        return transformer if dtype == torch.float32 else transformer.to(dtype)  # diffusers warns of any cast
     return model_class.from_pretrained(
         args.pretrained_model_name_or_path, subfolder=subfolder, revision=args.revision, torch_dtype=dtype
     )
