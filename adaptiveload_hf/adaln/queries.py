@@ -15,7 +15,7 @@ from . import ops as fused_ops
 from .projections import differentiated, in_fours, is_ordinary, may_edit, needs_of, projected, projection_of
 from .reference import compute_dtype, inverse_rms
 from .registry import bits_of, gradients_of, keep, kept, run
-from .runtime import FusedOps
+from .runtime import FusedOps, weight_of
 
 
 class _Settings(NamedTuple):
@@ -61,7 +61,7 @@ def queries_keys_values(
     of_v = projection_of(children["to_v"], x if text is None else text)
     if of_q is None or of_k is None or of_v is None:
         return None
-    norm_q, norm_k = norms[0]._parameters["weight"], norms[1]._parameters["weight"]
+    norm_q, norm_k = weight_of(norms[0]), weight_of(norms[1])
     (*q, scaling_q), (*k, scaling_k), (*v, scaling_v) = of_q, of_k, of_v
     if norm_q.shape[0] != q[0].shape[0] or norm_k.shape[0] != k[0].shape[0]:
         return None  # it is refused where it is called

@@ -94,7 +94,7 @@ class FusedOps:
         scale, shift = _as_rows(scale), _as_rows(shift)
         options = {"eps": norm.eps, "out_dtype": out_dtype, **self.options}
         if NORM_OPS[type(norm)] == "layer_norm_modulate":
-            return self.ops.layer_norm_modulate(x, scale, shift, **norm._parameters, **options, **tables)
+            return self.ops.layer_norm_modulate(x, scale, shift, **_affine_of(norm), **options, **tables)
         offsets = {"scale_offset": scale_offset, "weight_offset": _WEIGHT_OFFSETS.get(type(norm), 0.0)}
         return self.ops.rms_norm_modulate(x, scale, shift, weight=norm.weight, **offsets, **options)
 
@@ -162,7 +162,7 @@ class FusedOps:
             _as_rows(scale),
             _as_rows(shift),
             eps=norm.eps,
-            **norm._parameters,
+            **_affine_of(norm),
             residual_dtype=residual_dtype,
             out_dtype=out_dtype,
             **self.options,
@@ -188,7 +188,7 @@ class FusedOps:
         for norm in norms:
             if type(norm) is not nn.RMSNorm or norm.eps is None:
                 return False
-            last, weight = weight, norm._parameters["weight"]
+            last, weight = weight, weight_of(norm)
             if not _is_weight(weight, dtype, x) or (last is not None and last.shape != weight.shape):
                 return False
         if rotary_emb is None:
@@ -233,7 +233,7 @@ class FusedOps:
         return y.flatten(2)
 
     def _is_stream(self, x: Tensor) -> bool:
-        if (type(x) is not Tensor and type(x) is not nn.Parameter) or x.dtype not in _DTYPES or x.ndim != 3:
+        if not _is_tensor(x) or x.ndim != 3:
             return False
         if x.is_cuda:
             return "cuda" in self.device_types and x.shape[2] <= _WIDEST_ROW_ON_CUDA and not is_transformed()
@@ -290,15 +290,11 @@ def _is_tensor(x: Tensor) -> bool:
     return (type(x) is Tensor or type(x) is nn.Parameter) and x.dtype in _DTYPES
 
 
-def _narrow_enough(x: Tensor) -> bool:
-    return not x.is_cuda or x.shape[-1] <= _WIDEST_ROW_ON_CUDA
-
-
 def _fits_rows(m: Tensor | None, x: Tensor) -> bool:
     """None, [B or 1, 1 or S, D], [1 or S, D] or [D], as broadcasting reads it. (Ops also take frames; eager not.)"""
     if m is None:
         return True
-    if (type(m) is not Tensor and type(m) is not nn.Parameter) or m.dtype not in _DTYPES or m.device != x.device:
+    if not _is_tensor(m) or m.device != x.device:
         return False
     rows, (batch, tokens, width) = m.shape, x.shape
     if len(rows) != 3:
@@ -312,9 +308,7 @@ def _fit_tables(tables: dict[str, Tensor], x: Tensor) -> bool:
     """All [D]."""
     device, shape = x.device, x.shape[2:]
     for table in tables.values():
-        if (type(table) is not Tensor and type(table) is not nn.Parameter) or table.dtype not in _DTYPES:
-            return False
-        if table.device != device or table.shape != shape:
+        if not _is_tensor(table) or table.device != device or table.shape != shape:
             return False
     return True
 
@@ -328,7 +322,7 @@ def _is_weight(weight: Tensor | None, dtype: torch.dtype | None, x: Tensor) -> b
     """[D], narrow enough, on x's device and of a dtype, of any if that is None."""
     if weight is None or not _is_tensor(weight) or weight.ndim != 1 or weight.device != x.device:
         return False
-    return (dtype is None or weight.dtype == dtype) and _narrow_enough(weight)
+    return (dtype is None or weight.dtype == dtype) and (not x.is_cuda or weight.shape[0] <= _WIDEST_ROW_ON_CUDA)
 
 
 def _fits_heads(table: Tensor, x: Tensor, weight: Tensor, heads: int) -> bool:
@@ -339,15 +333,26 @@ def _fits_heads(table: Tensor, x: Tensor, weight: Tensor, heads: int) -> bool:
     return tokens == x.shape[1] and ones == 1 and head_width * heads == weight.shape[0] and batch in (1, x.shape[0])
 
 
+def weight_of(norm: nn.Module) -> Tensor | None:
+    """norm.weight, without nn.Module's search for it unless something keeps it elsewhere, as FSDP 1 does."""
+    own = norm._parameters
+    if "weight" in own:
+        return own["weight"]
+    return norm.weight
+
+
+def _affine_of(norm: nn.LayerNorm) -> dict[str, Tensor | None]:
+    """Its weight and bias, in this order; as `weight_of`."""
+    own = norm._parameters
+    return own if tuple(own) == ("weight", "bias") else {"weight": norm.weight, "bias": norm.bias}
+
+
 def _normalizes_rows_of(norm: nn.Module, x: Tensor, dtype: torch.dtype) -> bool:
     """Whether norm is over the last dimension of x, and its weight and bias are plain, on x's device, and of a dtype
     that eager takes with inputs of `dtype`."""
     kind = type(norm)
     if NORM_OPS[kind] == "layer_norm_modulate":
-        own = norm._parameters
-        if len(own) != 2:
-            return False
-        weight, bias = own["weight"], own["bias"]
+        weight, bias = _affine_of(norm).values()
     else:
         weight, bias = norm.weight, getattr(norm, "bias", None)
         if norm.eps is None or bias is not None:
