@@ -83,6 +83,15 @@ def test_fit_says_how_sure_it_is_and_what_strays_and_contradicts_itself(run, fil
     assert len(found["findings"]) == 1
 
 
+def test_fit_says_that_no_law_fits_contradictory_steps(run, files):
+    twice = [*measure(), *(replace(m, seconds=3 * m.seconds) for m in measure())]
+    (files / "twice.jsonl").write_text("\n".join(m.to_json() for m in twice))
+    status, out, err = run("fit", "twice.jsonl", "--output", "twice", "--json")
+    assert status == 0
+    (found,) = [words for words in json.loads(out)["findings"] if words.startswith("No law fits: half of these steps")]
+    assert found in err
+
+
 def test_fit_from_a_log_writes_a_config_that_plans_within_what_ran(run, files):
     write_log(files / "log.jsonl", COST, steps=60)
     status, out, err = run("fit", "--from-log", "log.jsonl", "--output", "refitted", "--json")
