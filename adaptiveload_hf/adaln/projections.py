@@ -23,6 +23,8 @@ from .source import LeftEager, running_source
 _STATE = ("disable_adapters", "merged", "active_adapters", "active_adapter")
 TESTED_LORA = {("ec0a80f5c5ce05f5", "1e37574f0bcd7c69", "7646cb080720ea51", "75ce6bda4e092973", "f20df3ae27de105b")}
 
+# A function's result that is a view may not be edited in place, as a hook on the attention does. This makes none.
+_reshaped = torch.ops.aten._unsafe_view.default
 _LINEAR_FORWARD, _LINEAR = nn.Linear.forward, F.linear  # another library may put its own in place of them later
 _OWN = {"weight", "bias"}  # the parameters of a linear, unless something keeps them elsewhere
 # Weight [N, D], bias [N]; LoRA's A [r, D] and B [N, r], and its scaling.
@@ -75,7 +77,7 @@ class _Project(torch.autograd.Function):
         ys, hs = [], []
         for scaling, projection in zip(scalings, in_fours(tensors)):
             y, h = projected(rows, *projection, scaling, in_place)
-            ys.append(y.view(*shape, y.shape[1]))
+            ys.append(_reshaped(y, (*shape, y.shape[1])))
             hs.append(h)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, *hs)

@@ -85,6 +85,14 @@ def test_only_outputs_that_were_used_get_a_gradient():
     assert relative_error(found, x.grad) < 1e-6
 
 
+def test_an_output_may_be_edited_in_place_as_a_linears(linears_called):
+    model, x = make(), make_x()
+    (output,) = project(x, model.to_q)
+    assert not linears_called
+    for got, truth in zip(gradients(output.mul_(2), model.to_q, x), gradients(model.to_q(x).mul_(2), model.to_q, x)):
+        assert relative_error(got, truth) < 1e-6
+
+
 def test_second_derivatives_are_right():
     model, x = make(dtype=torch.float64), make_x(torch.float64)
 
