@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from .errors import UserError
+
 if TYPE_CHECKING:
     import numpy as np
     from accelerate import Accelerator
@@ -93,7 +95,16 @@ class TrainingMonitor:
             `measured_balance_efficiency` (of the step before: mean over maximum over ranks of the seconds in one
             block; absent where they cannot be read); `peak_reserved_gib`; `allocator_retries` and `recompiles` since
             the monitor was made; `micro_batches`, per micro-step and rank; `findings`, sentences for a person.
+
+        Raises:
+            UserError: loss is not a tensor of one number.
         """
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            found = f"a tensor {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise UserError(
+                f"micro_step_done takes the weighted loss of a micro-batch, a tensor of one number, but found "
+                f"{found}. Pass what accelerator.backward takes."
+            )
         self._losses.append(loss.detach().float())
         self._pairs.append(self._clock.take())
         if not self.accelerator.sync_gradients:

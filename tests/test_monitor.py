@@ -13,7 +13,7 @@ from support.image_training import image_loader, losses
 from support.tiny_models import tiny_inputs, tiny_model
 from support.worlds import on_ranks
 
-from adaptiveload_hf import TrainingMonitor, make_accelerator
+from adaptiveload_hf import TrainingMonitor, UserError, make_accelerator
 from adaptiveload_hf.monitor import BlockClock, CostDrift, RankPace, device_counters, repeated_block
 
 
@@ -154,6 +154,16 @@ def test_a_loss_may_be_a_tensor_of_one_element():
             if metrics is not None:
                 break
     assert metrics["loss"] == 1.5
+
+
+@pytest.mark.parametrize(("loss", "found"), [(1.5, "float"), (torch.ones(3), r"a tensor \[3\]")])
+def test_a_loss_that_is_no_tensor_of_one_number_is_refused(loss, found):
+    with fresh_accelerate(ACCELERATE_USE_CPU="true"):
+        accelerator = make_accelerator()
+        monitor = TrainingMonitor(accelerator, None, image_loader(accelerator, (8, 8), (2, 2), balance="none"))
+        next(iter(monitor))
+        with pytest.raises(UserError, match=f"a tensor of one number, but found {found}. Pass what"):
+            monitor.micro_step_done(loss)
 
 
 def test_graphs_that_are_compiled_are_counted():
