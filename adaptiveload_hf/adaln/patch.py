@@ -223,7 +223,9 @@ def _shown_backend(backend: str, models: list[nn.Module]) -> str:
 
 
 def _nothing_patched(report: PatchReport, models: list[nn.Module]) -> str:
-    seen = "; ".join(f"{row['class']}: {row['left_eager'] or 'no site'}" for row in report.to_dict()["classes"])
+    seen = "; ".join(
+        f"{row['class']}: {', '.join(row['left_eager']) or 'no site'}" for row in report.to_dict()["classes"]
+    )
     if not seen:
         owners = sorted({owner.__name__ for m in models for module in m.modules() if (owner := _owner(module))})
         seen = f"no adaptive layer norm or gated residual in {', '.join(owners) or 'torch modules alone'}"
