@@ -136,6 +136,11 @@ class BatchReader:
             return self.collate_fn(named)
         except UserError as error:
             return Failure(str(error))
+        except StopIteration:  # a loop over batches would take it for the end of the epoch
+            return Failure(
+                f"The dataset or collate_fn raised StopIteration for the samples {indices}: a next(...) in them found "
+                "nothing. Give it a default, or correct these rows."
+            )
 
 
 def keep(batch):

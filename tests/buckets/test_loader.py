@@ -48,6 +48,10 @@ def make(accumulation=2, counts=COUNTS, collate_fn=collate_numbers, **options):
     )
 
 
+def collate_until_7(rows):
+    return {"number": [next(number for number in (row["number"],) if number != 7) for row in rows]}
+
+
 def numbers(batches):
     return [batch["number"].tolist() for batch in batches]
 
@@ -254,6 +258,13 @@ def test_a_local_collate_function_is_refused_before_training(start_method):
 def test_a_collate_function_must_return_a_dict():
     with pytest.raises(UserError, match="must return a dict, but returned list"):
         list(make(collate_fn=list))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_next_that_finds_nothing_in_a_collate_function_does_not_end_the_epoch(workers):
+    loader = make(collate_fn=collate_until_7, num_workers=workers)
+    with pytest.raises(UserError, match=r"raised StopIteration for the samples \[.*\b7\b.*\]: a next"):
+        list(loader)
 
 
 def test_the_epoch_must_not_change_inside_the_loaders_own_loop():
