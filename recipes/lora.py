@@ -19,7 +19,7 @@ def add_lora_arguments(parser) -> None:
     """
     add = parser.add_argument
     add("--rank", type=at_least(1), help="rank of the LoRA; without it the whole transformer is trained")
-    add("--lora_alpha", type=float, help="alpha of the LoRA (default: the rank)")
+    add("--lora_alpha", type=at_least(0.0, above=True), help="alpha of the LoRA (default: the rank)")
     add("--lora_target_modules", nargs="+", metavar="NAME",
         help="ends of module names, such as to_q or ffn.net.2 (default: attention)")  # fmt: skip
 

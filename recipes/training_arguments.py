@@ -31,14 +31,15 @@ def make_parser(description: str, *sections) -> argparse.ArgumentParser:
     return parser
 
 
-def at_least(low: float, *, above: bool = False):
-    """An argument's type: a finite number from `low` on, or above it; whole where `low` is."""
+def at_least(low: float, *, above: bool = False, below: float = math.inf):
+    """An argument's type: a finite number from `low` on, or above it, and less than `below`; whole where `low` is."""
     kind = type(low)
 
     def parse(word: str):
         number = kind(word)
-        if not (math.isfinite(number) and (number > low if above else number >= low)):
-            raise argparse.ArgumentTypeError(f"must be {'more than' if above else 'at least'} {low}, but it is {word}")
+        if not (math.isfinite(number) and (number > low if above else number >= low) and number < below):
+            words = f"{'more than' if above else 'at least'} {low}" + ("" if below == math.inf else f", below {below}")
+            raise argparse.ArgumentTypeError(f"must be {words}, but it is {word}")
         return number
 
     parse.__name__ = kind.__name__  # of a word that is no number, argparse says: invalid float value
@@ -57,9 +58,15 @@ def check_arguments(args) -> None:
     """What argparse cannot see. A collective.
 
     Raises:
-        UserError: a tracker that is not installed, which accelerate would leave out without a word; or ranks that were
-            started with other arguments, and would wait for each other at a save or at the end.
+        UserError: a tracker that is not installed, which accelerate would leave out without a word; an alpha without a
+            rank, with which all weights would be trained; or ranks that were started with other arguments, and would
+            wait for each other at a save or at the end.
     """
+    if args.rank is None and args.lora_alpha is not None:
+        raise UserError(
+            f"--lora_alpha {args.lora_alpha:g} is for a LoRA, but without --rank all weights are trained. Add --rank, "
+            "or leave it out."
+        )
     trackers = [str(tracker) for tracker in get_available_trackers()]
     if args.report_to not in ("none", "all", *trackers):
         raise UserError(
@@ -100,8 +107,13 @@ def add_model_arguments(parser, required: bool = True) -> None:
     add("--no_patch", action="store_true", help="do not fuse the model with patch_model")
     add("--memory_limit_gib", type=at_least(0.0, above=True), help="limit per GPU (default: 90%%; none on CPU)")
     add("--learning_rate", type=at_least(0.0), default=1e-5, help="peak learning rate of AdamW")
-    add("--adam_beta1", type=at_least(0.0), default=0.9, help="decay of AdamW's running mean of gradients")
-    add("--adam_beta2", type=at_least(0.0), default=0.999, help="decay of AdamW's running mean of squared gradients")
+    add("--adam_beta1", type=at_least(0.0, below=1.0), default=0.9, help="decay of AdamW's running mean of gradients")
+    add(
+        "--adam_beta2",
+        type=at_least(0.0, below=1.0),
+        default=0.999,
+        help="decay of AdamW's running mean of squared gradients",
+    )
     add("--adam_weight_decay", type=at_least(0.0), default=1e-2, help="per step, times the learning rate")
     add("--adam_epsilon", type=at_least(0.0), default=1e-8, help="added to AdamW's divisor")
     add("--max_grad_norm", type=at_least(0.0, above=True), default=1.0, help="gradients are clipped to this norm")
@@ -161,7 +173,12 @@ def add_run_arguments(parser) -> None:
         help="when resuming on another dataset: refuse, or begin a new epoch of it and keep the step")  # fmt: skip
     add("--max_skipped_steps", type=at_least(1), default=10,
         help="end the run after this many skipped steps, whose gradient was not finite")  # fmt: skip
-    add("--proportion_empty_prompts", type=float, default=0.0, help="share of samples trained without their caption")
+    add(
+        "--proportion_empty_prompts",
+        type=at_least(0.0),
+        default=0.0,
+        help="share of samples trained without their caption",
+    )
     add("--report_to", choices=["none", *LoggerType.list()], default="tensorboard", help="a tracker of accelerate")
     add("--logging_dir", default="logs", help="the tracker's folder inside --output_dir")
 

@@ -55,6 +55,9 @@ def test_an_unknown_tracker_is_wrong_usage(setup, tmp_path, capsys):
         ("--learning_rate nan", "--learning_rate: must be at least 0.0, but it is nan"),
         ("--shift 0", "--shift: must be more than 0.0, but it is 0"),
         ("--validation_resolution 480x832", "two numbers. Write a still as '1x480x832'"),
+        ("--adam_beta1 2", "--adam_beta1: must be at least 0.0, below 1.0, but it is 2"),
+        ("--rank 4 --lora_alpha 0", "--lora_alpha: must be more than 0.0, but it is 0"),
+        ("--proportion_empty_prompts nan", "--proportion_empty_prompts: must be at least 0.0, but it is nan"),
         ("--max_grad_norm 0", "--max_grad_norm: must be more than 0.0, but it is 0"),
         ("--dataloader_num_workers two", "--dataloader_num_workers: invalid int value: 'two'"),
     ],
@@ -63,6 +66,11 @@ def test_a_number_that_makes_no_sense_is_wrong_usage(words, said, capsys):
     with pytest.raises(SystemExit, match="2"):
         parse("PIPELINE", *words.split())
     assert said in capsys.readouterr().err
+
+
+def test_an_alpha_without_a_rank_does_not_train_all_weights(setup, tmp_path):
+    with pytest.raises(UserError, match=r"--lora_alpha 8 is for a LoRA, but without --rank all weights are trained"):
+        train_here(setup, tmp_path / "run", "--lora_alpha", 8)
 
 
 def test_a_tracker_that_is_not_installed_is_named_and_not_left_out(setup, tmp_path, monkeypatch):
