@@ -28,7 +28,7 @@ def run(op, *operands, **options):
 def run_all(width, rows, dtype, tokens=S):
     x, y = activation(tokens, width, dtype), activation(tokens, width, dtype)
     scale, shift, gate = modulation(rows, width, torch.float32)
-    column = torch.randn(width, device="cuda").requires_grad_()
+    column = torch.randn(width, device="cuda", dtype=dtype).requires_grad_()
     run("layer_norm_modulate", x, scale, shift, out_dtype=dtype)
     ops.layer_norm_modulate(x, scale, shift, out_dtype=dtype).sum().backward()  # frozen modulation
     tables = {"weight": column, "bias": column, "scale_table": column, "shift_table": column}
@@ -39,7 +39,7 @@ def run_all(width, rows, dtype, tokens=S):
     run("gate_residual_layer_norm_modulate", x, y, gate, scale, shift, **dtypes)
     if width % 32 == 0:
         angles = torch.randn(1, tokens, 1, width // 4, device="cuda")
-        weight = torch.randn(width, device="cuda").requires_grad_()
+        weight = torch.randn(width, device="cuda", dtype=dtype).requires_grad_()
         ops.rms_norm_rope(x, weight, angles.cos(), angles.sin(), heads=4).sum().backward()
         of_head = angles[:, : tokens // 2, :, :64]  # each head by itself, half of the tokens turned
         ops.rms_norm_rope(x, weight[:64], of_head.cos(), of_head.sin(), heads=width // 64).sum().backward()
