@@ -197,6 +197,23 @@ struct Feed {
       }
     }
   }
+  // The same by a lane for each group, all at once. Only for turns of one row: of several racecheck reports the copies.
+  template <typename Fetch>
+  __device__ __forceinline__ void feed_in_lanes(const Fetch& fetch) const {
+    const int index = group.thread;
+    if (index >= groups) return;
+    int at_stage = 0, passed = 0;
+    for (int run = runs.chunk; run < runs.count; run += runs.chunks) {
+      const int row = run * groups + index;
+      const bool present = row < runs.rows;
+      if (passed > 0 && present) wait_for(signals.departures[at_stage][index], passed - 1);
+      if (present) fetch(row, at_stage, index);
+      if (++at_stage == stages) {
+        at_stage = 0;
+        ++passed;
+      }
+    }
+  }
   template <typename Fetch>
   __device__ __forceinline__ void begin(const Fetch&) const {}
   // Waits for my row; false: there is none.
@@ -223,6 +240,8 @@ struct Feed {
   __device__ __forceinline__ void for_first_rows(const Use&) const {}
   template <typename Fetch>
   __device__ __forceinline__ void feed_all(const Fetch&) const {}
+  template <typename Fetch>
+  __device__ __forceinline__ void feed_in_lanes(const Fetch&) const {}
   __device__ __forceinline__ void open(int, int, int) const {}
   __device__ __forceinline__ void copy(int at_stage, int index, int row, const T* from) const {
     constexpr int kPiece = 16 / static_cast<int>(sizeof(T));

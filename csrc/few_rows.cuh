@@ -126,7 +126,7 @@ struct FewColumns {
 };
 
 // The rest is for the norms. Op has the operands and says how many rows a thread of those that own columns asks for at
-// once (kTurn), what a row of my columns is (Row: bring, load; read gives xh and g, the gradient of what follows the
+// once (kTurn), how many blocks should fit a multiprocessor (kBlocks), what all blocks read (bring_gain), what a row of my columns is (Row: bring, load; read gives xh and g, the gradient of what follows the
 // norm), what g is multiplied by (load_gain), and what becomes of a column's sums, of g * xh and, if kSums = 2, of g.
 
 template <typename Op>
@@ -160,11 +160,12 @@ __device__ __forceinline__ void few_columns(const typename Op::Operands& p, cons
 
 // dx = rstd * (g * gain - mean(g * gain) - xh * mean(g * gain * xh)), the second term with kMean.
 template <typename Op, int R>
-__global__ void __launch_bounds__(kFewThreads, 2)
+__global__ void __launch_bounds__(kFewThreads, Op::kBlocks)
     backward_few(const typename Op::Operands p, const ColumnSums sums_of, const FewRows grid) {
   constexpr int kMeans = Op::kMean ? 2 : 1;
   __shared__ float buffer[R][kMeans * kFewThreads / 32];
   const unsigned owners = FewColumns<>::blocks(grid);
+  Op::bring_gain(p, grid);
   if (blockIdx.x < owners) {
     cluster_begins();
     wait_for_previous_kernel();

@@ -19,6 +19,12 @@ __global__ void __launch_bounds__(THREADS)
   const FewColumns<THREADS> columns(at, width);
   const int column = columns.column();
   cluster_begins();
+  if (grid.rows.count == 1) bring_columns(p.gate, 0, 0, blockIdx.x, gridDim.x, width);
+  for (int r = 0; threadIdx.x % FewColumns<>::kPacks == 0 && r < kColumnRows; ++r) {
+    const int row = columns.first_row + r * columns.step;
+    if (row >= tokens) break;
+    for (const Array& a : {p.grad, p.y}) bring_to_cache(row_of<const T>(a, at.batch, at.first + row) + column);
+  }
   wait_for_previous_kernel();
   const T* const grad_rows = row_of<const T>(p.grad, at.batch, at.first) + column;
   const T* const y_rows = row_of<const T>(p.y, at.batch, at.first) + column;

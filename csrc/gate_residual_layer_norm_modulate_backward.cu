@@ -127,7 +127,9 @@ int row_threads(const Shape& shape) {
 int row_blocks(const Shape& shape) { return std::clamp(kBusyThreads / row_threads(shape), 1, kMostBlocks); }
 
 // Shapes alone decide, so that the workspace and every kernel agree.
-Segments segments_of(const Shape& shape) { return cut(shape, row_blocks(shape), 2); }
+Segments segments_of(const Shape& shape) {
+  return with_equal_turns(cut(shape, row_blocks(shape), 2), few(shape) ? kFewTurnRows : kTurnRows);
+}
 
 // false: the ring does not fit this GPU, or a row is too wide.
 template <typename T, int R, int NV, bool NORM_SUMS, bool GATE_SUM>

@@ -50,6 +50,8 @@ __global__ void __launch_bounds__(THREADS, NV == 1 ? 1 : 0)
     for (int r = 0; r < R; ++r) stats[r] = stats_rows[min(row + r, segments.tokens - 1)];
   };
 
+  bring_columns(p.gate, at.batch, at.modulation_row, at.chunk, segments.chunks, width);
+  bring_columns(p.scale, at.batch, at.modulation_row, at.chunk, segments.chunks, width);
   ring.start();
   wait_for_previous_kernel();
   const int first_row = at.chunk * R;

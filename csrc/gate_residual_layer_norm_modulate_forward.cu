@@ -213,8 +213,11 @@ bool launch_rows(const GatedNormForward& p, cudaStream_t stream, cudaError_t* er
 template <typename T>
 cudaError_t launch_few(const GatedNormForward& p, cudaStream_t stream) {
   const int threads = threads_for(p.shape.width);
-  const auto blocks = static_cast<unsigned>(p.shape.batch * p.shape.tokens);
-  return launch_early(gated_few<T>, blocks, threads, 0, stream, p, joined_warps(threads));
+  const int rows = p.shape.batch * p.shape.tokens * p.shape.width <= kOneGatedElements ? 1 : 2;
+  const Segments segments = cut_to_rows(p.shape, rows);
+  auto kernel = rows == 1 ? gated_few<T, 1> : gated_few<T, 2>;
+  return launch_early(kernel, static_cast<unsigned>(segments.blocks()), threads, 0, stream, p, segments,
+                      joined_warps(threads));
 }
 
 bool launch_rows(const GatedNormForward& p, cudaStream_t stream, cudaError_t* error) {

@@ -174,10 +174,16 @@ struct Wanted {
         sums(tables || (!row_per_token(p.shape) && (rows || affine))) {}
 };
 
+// Of few rows.
+template <typename T>
+constexpr int few_rows_of_block() {
+  return 8 / sizeof(T);
+}
+
 // Does one kernel do it all, without partial sums?
 bool few(const LayerNormBackward& p, bool* clusters) {
   const Wanted wanted(p);
-  const auto kernel = reinterpret_cast<const void*>(backward_few<FewNorm<float, true>, 2>);
+  const auto kernel = reinterpret_cast<const void*>(backward_few<FewNorm<float, true>, few_rows_of_block<float>()>);
   return p.shape.width <= kFewWidth && rows_in_pieces(p, false) &&
          few_rows(p.shape, wanted.tables || wanted.affine, kernel, kFewNormElements, clusters);
 }
@@ -185,7 +191,7 @@ bool few(const LayerNormBackward& p, bool* clusters) {
 template <typename T, bool MEAN>
 cudaError_t launch_few(const LayerNormBackward& p, const ColumnSums& sums, bool wanted, bool clusters,
                        cudaStream_t stream) {
-  constexpr int R = 2;
+  constexpr int R = few_rows_of_block<T>();
   const FewRows grid = few_rows_grid(p.shape, R, wanted, clusters);
   return launch_few(backward_few<FewNorm<T, MEAN>, R>, grid, threads_for(p.shape.width), stream, p, sums, grid);
 }

@@ -12,7 +12,7 @@ template <typename T, bool MEAN>
 struct FewNorm {
   using Operands = LayerNormBackward;
   static constexpr bool kMean = MEAN;
-  static constexpr int kSums = 2, kTurn = 4;
+  static constexpr int kSums = 2, kTurn = 2, kBlocks = sizeof(T) == 4 ? 2 : 3;
 
   struct Row {
     Pack<T> x_pack, grad_pack;
@@ -37,6 +37,10 @@ struct FewNorm {
       for (int i = 0; i < kPack; ++i) xh[i] = (xh[i] - stats.x) * stats.y;
     }
   };
+  static __device__ __forceinline__ void bring_gain(const Operands& p, const FewRows& grid) {
+    if (grid.rows.count > 1) return;
+    bring_columns(p.scale, 0, 0, blockIdx.x, gridDim.x, static_cast<int>(p.shape.width));
+  }
   static __device__ __forceinline__ void load_gain(const Operands& p, const Place& at, float (&gain)[kPack]) {
     adaptiveload::load_gain<Access::either>(p, at.batch, at.modulation_row, 0, true, gain);
   }

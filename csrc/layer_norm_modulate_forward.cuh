@@ -47,26 +47,29 @@ __device__ __forceinline__ float columns_of(int warp, int threads, int width) {
   return static_cast<float>(columns);
 }
 
-// Few rows end before rows fetched ahead of time would pay: a block asks for all of its R rows at once, one row up to
+// Few rows end before rows fetched ahead of time would pay: a group asks for all of its R rows at once, one row up to
 // kOneRow of them, then two, beyond kTwoRowsElements four in 16-bit types. More than one are asked for, in the cache,
-// while the previous kernel ends. On an H200 at 256, 512, 1,024, 1,536 and 2,048 rows of 1,536 columns 2.6, 3.2, 3.9, 5.2
-// and 5.9 us; with rows fetched ahead 4.3 at 256 and 7.6 at 2,048.
+// while the previous kernel ends, and a block has two groups of two rows where they fit. On an H200 at 256, 512, 1,024 and 2,048
+// rows of 1,536 columns 2.6, 3.0, 3.6 and 5.7 us; with rows fetched ahead 4.3 at 256 and 7.6 at 2,048.
 constexpr int64_t kFewForwardElements = 2048 * 1536, kTwoRowsElements = 1024 * 1536, kOneRow = 256;
 constexpr int kFewForwardThreads = 768;  // of a block, and so rows of up to 6144 columns
 
-// Mean and 1 / standard deviation of a row of which each thread of a block has a pack in registers.
+// Mean and 1 / standard deviation of a row of which each thread of a group has a pack in registers.
 template <bool MEAN>
 struct RowMoments {
-  int warp = threadIdx.x / 32, warps = blockDim.x / 32, lanes, other;
-  float one_by_width, one_by_warp, other_columns;
+  int lanes, first_warp, other;
+  float one_by_width, one_by_warp, other_columns;  // 0: there is no warp `other`
 
-  // lanes: joined_warps(of a block). After the barrier a lane reads the part of warp `other`.
-  __device__ __forceinline__ RowMoments(int width, int lanes)
-      : lanes(lanes), other(threadIdx.x % lanes), one_by_width(1.f / width),
-        one_by_warp(1.f / fmaxf(columns_of<1>(warp, blockDim.x, width), 1.f)),
-        other_columns(other < warps ? columns_of<1>(other, blockDim.x, width) : 0.f) {}
+  // lanes: joined_warps(of a group). After the barrier a lane reads the part of warp `other`.
+  __device__ __forceinline__ RowMoments(const Group& group, int width, int lanes)
+      : lanes(lanes), first_warp(group.index * group.threads / 32), one_by_width(1.f / width) {
+    const int warps = group.threads / 32, mine = threadIdx.x % lanes;
+    one_by_warp = 1.f / fmaxf(columns_of<1>(group.thread / 32, group.threads, width), 1.f);
+    other_columns = mine < warps ? columns_of<1>(mine, group.threads, width) : 0.f;
+    other = first_warp + min(mine, warps - 1);
+  }
 
-  // Before a barrier of the block.
+  // Before a barrier of the group.
   __device__ __forceinline__ void post(const float (&x)[kPack], bool mine, float2* joints) const {
     float mean = 0.f, squares = 0.f;
     if (MEAN) mean = (((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]))) * (1.f / kPack);
@@ -74,29 +77,34 @@ struct RowMoments {
     for (int i = 0; i < kPack; ++i) squares += (x[i] - mean) * (x[i] - mean);
     squares = mine ? squares : 0.f;
     join<MEAN>(mean, squares, mine ? kPack : 0.f, __shfl_sync(~0u, mean, 0), one_by_warp, 32);
-    if (threadIdx.x % 32 == 0) joints[warp] = make_float2(mean, squares);
+    if (threadIdx.x % 32 == 0) joints[threadIdx.x / 32] = make_float2(mean, squares);
   }
   // After it.
   __device__ __forceinline__ float2 read(const float2* joints, float eps) const {
-    const float2 joint = joints[min(other, warps - 1)];
-    float mean = joint.x, squares = other < warps ? joint.y : 0.f;
-    join<MEAN>(mean, squares, other_columns, joints[0].x, one_by_width, lanes);
+    const float2 joint = joints[other];
+    float mean = joint.x, squares = other_columns > 0.f ? joint.y : 0.f;
+    join<MEAN>(mean, squares, other_columns, joints[first_warp].x, one_by_width, lanes);
     return make_float2(mean, rsqrtf(squares * one_by_width + eps));
   }
 };
 
-template <typename T, bool MEAN, int R>
+template <typename T, bool MEAN, int R, int GROUPS>
 __global__ void __launch_bounds__(kFewForwardThreads)
     forward_few(const LayerNormForward p, const Segments segments, const int joined) {
   __shared__ float2 joints[R][kFewForwardThreads / 32];
   const int width = static_cast<int>(p.shape.width);
   const Place at(segments, blockIdx.x, p.shape.rows);
-  const int first_row = at.chunk * R, last_row = segments.tokens - 1;
-  const bool mine = static_cast<int>(threadIdx.x) * kPack < width;
-  const int column = mine ? threadIdx.x * kPack : width - kPack;
+  Group group(blockDim.x / GROUPS);
+  if (GROUPS == 1) group.index = 0;  // known to the compiler, too
+  const int first_row = (at.chunk * GROUPS + group.index) * R, last_row = segments.tokens - 1;
+  const bool mine = static_cast<int>(group.thread) * kPack < width;
+  const int column = mine ? group.thread * kPack : width - kPack;
   const auto row_at = [&](const Array& rows, int r) {
     return row_of<T>(rows, at.batch, at.first + min(first_row + r, last_row));
   };
+  for (const Array& a : {p.scale, p.shift}) {
+    bring_columns(a, at.batch, at.modulation_row, at.chunk, segments.chunks, width);
+  }
   if (R > 1) {
     let_next_kernel_start();
 #pragma unroll
@@ -107,20 +115,20 @@ __global__ void __launch_bounds__(kFewForwardThreads)
 #pragma unroll
   for (int r = 0; r < R; ++r) packs[r] = load_pack(row_at(p.x, r) + column);
   float gain[kPack], offset[kPack], x[kPack];
-  load_affine<Access::either>(p, at.batch, at.modulation_row, 0, gain, offset);
-  const RowMoments<MEAN> moments(width, joined);
+  load_affine<Access::either>(p, at.batch, at.modulation_row, group.first_column(), gain, offset);
+  const RowMoments<MEAN> moments(group, width, joined);
 #pragma unroll
   for (int r = 0; r < R; ++r) {
     packs[r].read(x);
     moments.post(x, mine, joints[r]);
   }
-  __syncthreads();
+  group.wait();
   if (R == 1) let_next_kernel_start();
 #pragma unroll
   for (int r = 0; r < R; ++r) {
     if (first_row + r > last_row) break;
     const float2 moment = moments.read(joints[r], p.eps);
-    if (threadIdx.x == 0) {
+    if (group.thread == 0) {
       store_stats<MEAN>(p.stats, at.batch * p.shape.tokens + at.first + first_row + r, moment.x, moment.y);
     }
     packs[r].read(x);

@@ -5,7 +5,7 @@
 
 namespace adaptiveload {
 
-// What waits together is loaded together, but what is seldom there apart: registers for it would be taken all the same.
+// What is seldom there is loaded apart, since registers for it are taken all the same; in load_gain it would cost spills.
 
 // gate + gate_table of my columns, 1 without both.
 template <Access A, typename P>
@@ -60,12 +60,10 @@ __device__ __forceinline__ void load_gain(const P& p, int64_t batch, int64_t row
   load_columns<A>(gain, p.scale, batch, row, first, width, 0.f);
 #pragma unroll
   for (int i = 0; i < kPack; ++i) gain[i] += p.scale_offset;
-  if (p.scale_table.data != nullptr) {
-    load_columns<A>(term, p.scale_table, 0, 0, first, width, 0.f);
+  load_columns<A>(term, p.scale_table, 0, 0, first, width, 0.f);
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) gain[i] += term[i];
-  }
-  if (!weighted || p.weight.data == nullptr) return;
+  for (int i = 0; i < kPack; ++i) gain[i] += term[i];
+  if (!weighted) return;
   load_columns<A>(term, p.weight, 0, 0, first, width, 1.f);
 #pragma unroll
   for (int i = 0; i < kPack; ++i) gain[i] *= term[i] + p.weight_offset;

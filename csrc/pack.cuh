@@ -244,6 +244,15 @@ __device__ __forceinline__ void bring_to_cache(const Array& a, int64_t batch, in
   bring_to_cache(static_cast<const char*>(a.data) + at * (a.dtype == Dtype::float32 ? 4 : 2));
 }
 
+// What all blocks read comes to the cache line by line, each asked for by one of `blocks` blocks: they would wait for one
+// another at a line that all ask for.
+__device__ __forceinline__ void bring_columns(const Array& a, int64_t batch, int64_t row, unsigned block,
+                                              unsigned blocks, int width) {
+  constexpr unsigned kLine = 32;  // of float32
+  const unsigned column = (block + threadIdx.x * blocks) * kLine;
+  if (a.data != nullptr && column < static_cast<unsigned>(width)) bring_to_cache(a, batch, row, column);
+}
+
 // Can rows of this array be read in 16-byte pieces?
 inline bool aligned(const Array& a) {
   return reinterpret_cast<uintptr_t>(a.data) % 16 == 0 && a.batch_stride % kPack == 0 && a.row_stride % kPack == 0;

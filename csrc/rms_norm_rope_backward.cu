@@ -48,6 +48,12 @@ __global__ void __launch_bounds__(kMostThreads, BLOCKS)
     ring.fetch(stage, R, grad_rows + row * p.grad.row_stride, p.grad.row_stride, count);
     ring.close();
   };
+  const auto bring_turn = [&](int row) {
+    for (int r = row; r < min(row + R, tokens); ++r) {
+      bring_to_cache(x_rows + r * p.x.row_stride, width * static_cast<int>(sizeof(T)));
+      bring_to_cache(grad_rows + r * p.grad.row_stride, width * static_cast<int>(sizeof(T)));
+    }
+  };
   const auto load_angles = [&](int row, Angles<A>(&angles)[R], float(&rstd)[R]) {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
@@ -56,9 +62,13 @@ __global__ void __launch_bounds__(kMostThreads, BLOCKS)
     }
   };
 
-  ring.start();
-  wait_for_previous_kernel();
   const int first_row = at.chunk * R;
+  bring_columns(p.weight, 0, 0, blockIdx.x, gridDim.x, width);
+  ring.start();
+  if (ring.copies()) {
+    for (int row = first_row; row < min(first_row + stages * step, tokens); row += step) bring_turn(row);
+  }
+  wait_for_previous_kernel();
   if (ring.copies()) {
     for (int stage = 0; stage < stages; ++stage) fetch_turn(first_row + stage * step, stage);
   }
@@ -240,7 +250,7 @@ bool launch_rows(const RopeBackward& p, unsigned* blocks, cudaStream_t stream, c
 template <typename T, typename A>
 bool few(const RopeBackward& p) {
   bool clusters = false;
-  const auto kernel = reinterpret_cast<const void*>(backward_few<FewRope<T, A>, 2>);
+  const auto kernel = reinterpret_cast<const void*>(backward_few<FewRope<T, A, 1>, 2>);
   const Shape rows = {1, p.shape.batch * p.shape.tokens, p.shape.width, 1};
   return p.dweight.data != nullptr && p.shape.width <= kFewWidth && aligned(p.grad) && aligned(p.dx) &&
          p.grad.dtype == p.x.dtype && few_rows(rows, true, kernel, kFewRopeElements, &clusters) && clusters;
@@ -253,7 +263,8 @@ cudaError_t launch_few(const RopeBackward& p, cudaStream_t stream) {
   const FewRows grid = few_rows_grid({1, rows, p.shape.width, 1}, R, true, true);
   ColumnSums sums = {};
   sums.dweight = p.dweight;
-  return launch_few(backward_few<FewRope<T, A>, R>, grid, threads_for(p.shape.width), stream, p, sums, grid);
+  auto kernel = rows <= kTwoTurnRows ? backward_few<FewRope<T, A, 2>, R> : backward_few<FewRope<T, A, 1>, R>;
+  return launch_few(kernel, grid, threads_for(p.shape.width), stream, p, sums, grid);
 }
 
 int64_t norm_width(const RopeBackward& p) { return p.by_head ? p.head_width : p.shape.width; }

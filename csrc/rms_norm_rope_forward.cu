@@ -41,8 +41,9 @@ __global__ void __launch_bounds__(kMostThreads, BLOCKS)
   };
 
   // The next kernel may start, and the first rows come to the cache while the previous one ends: on an H200 0.5 to 1.5 us
-  // of up to 8,192 rows of 1,536 columns.
+  // of up to 8,192 rows of 1,536 columns. weight, too: 0.4 us of up to 2,048.
   let_next_kernel_start();
+  bring_columns(p.weight, 0, 0, blockIdx.x, gridDim.x, width);
   ring.start();
   for (int stage = 0; ring.copies() && stage < stages; ++stage) {
     const int row = at.chunk + stage * segments.chunks;

@@ -46,6 +46,14 @@ inline Segments cut(const Shape& shape, int64_t blocks_per_multiprocessor, int64
   return {segments, static_cast<int>(tokens), static_cast<int>(chunks)};
 }
 
+// As few blocks as take as many turns, of `turn_rows` rows each, as the busiest block has anyway: each ends with sums.
+inline Segments with_equal_turns(Segments segments, int turn_rows) {
+  const int turns = (segments.tokens + turn_rows - 1) / turn_rows;
+  const int most = std::max(1, (turns + segments.chunks - 1) / segments.chunks);
+  segments.chunks = std::max(1, (turns + most - 1) / most);
+  return segments;
+}
+
 // The kernels for any layout take wider rows in several steps, since their registers are short.
 constexpr int kMostAnyThreads = 512;
 
