@@ -50,7 +50,8 @@ if __name__ == "__main__":
         raise SystemExit(f"sanitize_sweep: the extension is missing: {reason}")
     for case in itertools.product((33, 1536, 5120), (1, 4, S), (torch.bfloat16, torch.float32)):
         run_all(*case)
-    for width in (1536, 2432, 5120):  # several groups of threads a block, and one
-        run_all(width, 1, torch.bfloat16, MANY)
+    # Without rings, of several rows a block; with them, of several groups of threads a block, and of one.
+    for width, tokens in ((1536, 150), (1536, 600), (1152, MANY), (1536, MANY), (2432, MANY), (5120, MANY)):
+        run_all(width, 1, torch.bfloat16, tokens)
     torch.cuda.synchronize()
     print(f"ran {', '.join(sorted(ops.OPS))}")
