@@ -42,7 +42,7 @@ __device__ __forceinline__ void add_slice(const ColumnSums& p, int64_t first, in
 
 // Block (column block, segment); the one after the last segment makes the totals.
 template <int K>
-__global__ void __launch_bounds__(kColumns* kSlices) column_sums(const ColumnSums p, const int64_t first_segment) {
+__global__ void __launch_bounds__(kColumns* kSlices, 4) column_sums(const ColumnSums p, const int64_t first_segment) {
   __shared__ float slices[K + 2][kSlices][kColumns + 1];
   const int mine = threadIdx.x % kColumns, slice = threadIdx.x / kColumns;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

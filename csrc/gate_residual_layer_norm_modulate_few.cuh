@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kFewGatedThreads)
   }
   float factor[kPack], gain[kPack], offset[kPack], x[kPack], y[kPack];
   load_factor<Access::either>(p, at.batch, at.modulation_row, 0, factor);
-  load_affine<Access::either>(p, at.batch, at.modulation_row, 0, gain, offset);
+  load_affine_apart<Access::either>(p, at.batch, at.modulation_row, 0, gain, offset);
   const RowMoments<true> moments(Group(blockDim.x), width, joined);
 #pragma unroll
   for (int r = 0; r < R; ++r) {

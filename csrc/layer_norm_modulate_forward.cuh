@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kFewForwardThreads)
 #pragma unroll
   for (int r = 0; r < R; ++r) packs[r] = load_pack(row_at(p.x, r) + column);
   float gain[kPack], offset[kPack], x[kPack];
-  load_affine<Access::either>(p, at.batch, at.modulation_row, group.first_column(), gain, offset);
+  load_affine_apart<Access::either>(p, at.batch, at.modulation_row, group.first_column(), gain, offset);
   const RowMoments<MEAN> moments(group, width, joined);
 #pragma unroll
   for (int r = 0; r < R; ++r) {
