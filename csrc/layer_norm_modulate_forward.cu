@@ -17,20 +17,19 @@ namespace {
 
 // The best on an H200 of some 700 combinations over the seven shapes of recipes/kernel_speed.py.
 // A thread's packs of a row, more of wide rows, which would otherwise need so many threads that registers run short.
-enum class Rows { narrow, dealt, wide, with_token };
+enum class Rows { slim, narrow, dealt, wide, with_token };
 template <Rows KIND>
 struct Tile {
   static constexpr bool kToken = KIND == Rows::with_token, kDealt = KIND == Rows::dealt || KIND == Rows::wide;
   static constexpr int kPacks = kToken ? 1 : KIND == Rows::wide ? 3 : 2;
   // And a warp that feeds them.
-  static constexpr int kMostThreads = kToken ? 992 : KIND == Rows::wide ? 480 : 608;
+  static constexpr int kMostThreads = kToken ? 992 : KIND == Rows::wide ? 480 : KIND == Rows::narrow ? 512 : 608;
 };
 constexpr int64_t kWide = 4608;
 
 // Rows up to this width are short for the time that issuing a copy takes: each group has a lane of the feeding warp that
-// issues its own, and there is one more group. At 65,536 rows of 1,152 columns 82 us for 97 on an H200; 1,536 columns lose 1%.
-constexpr int64_t kLanesWidth = 1280;
-constexpr int kFewerThreads = 512;  // of a block, beyond it
+// issues its own. At 65,536 rows of 768, 1,152 and 1,280 columns 60, 84 and 88 us for 90, 97 and 97 on an H200.
+constexpr int64_t kSlim = 1280;
 
 // From a width on, rows go by another kind of tile. Rows this wide and this many are dealt by tickets: 2 to 5 points of
 // the roof on an H200. Narrow rows stay together without, and would ask too often; few do not make up for zeroing them.
@@ -75,7 +74,7 @@ __global__ void __launch_bounds__(Tile<KIND>::kMostThreads + kFeeders)
   feed.start();
   wait_for_previous_kernel();
   if (feed.only_feeds()) {
-    if (KIND == Rows::narrow && width <= kLanesWidth) return feed.feed_in_lanes(fetch);
+    if (KIND == Rows::slim) return feed.feed_in_lanes(fetch);
     return feed.feed_all(fetch);
   }
   feed.begin(fetch);
@@ -91,6 +90,8 @@ __global__ void __launch_bounds__(Tile<KIND>::kMostThreads + kFeeders)
       load_columns<Access::either>(offset[v], p.shift_table, 0, 0, first, width, 0.f);
 #pragma unroll
       for (int i = 0; i < kPack; ++i) gain[v][i] += p.scale_offset;
+    } else if (KIND == Rows::narrow) {
+      load_affine_apart<Access::either>(p, at.batch, at.modulation_row, first, gain[v], offset[v]);
     } else {
       load_affine<Access::either>(p, at.batch, at.modulation_row, first, gain[v], offset[v]);
     }
@@ -200,15 +201,16 @@ __global__ void __launch_bounds__(kMostAnyThreads) forward_any(const LayerNormFo
 Rows kind_of(const Shape& shape) {
   if (row_per_token(shape)) return Rows::with_token;
   const bool many = shape.width >= kTicketWidth && shape.batch * shape.tokens >= kTicketRows;
-  return shape.width > kWide ? Rows::wide : many || shape.width >= kDealtWidth ? Rows::dealt : Rows::narrow;
+  if (shape.width > kWide) return Rows::wide;
+  if (many || shape.width >= kDealtWidth) return Rows::dealt;
+  return shape.width <= kSlim ? Rows::slim : Rows::narrow;
 }
 
 template <Rows KIND>
 Pipeline pipeline_of(const Shape& shape) {
   using Tiling = Tile<KIND>;
   const int threads = threads_for((shape.width + Tiling::kPacks - 1) / Tiling::kPacks);
-  const int most = KIND == Rows::narrow && shape.width > kLanesWidth ? kFewerThreads : Tiling::kMostThreads;
-  return {std::clamp(most / threads, 1, kMostGroups), threads, 3};
+  return {std::clamp(Tiling::kMostThreads / threads, 1, kMostGroups), threads, 3};
 }
 
 template <Rows KIND>
@@ -230,8 +232,9 @@ bool launch_rows(const LayerNormForward& p, cudaStream_t stream, cudaError_t* er
   const Segments segments = segments_of<KIND>(p.shape);
   const bool tickets = Tiling::kDealt && p.tickets != nullptr;
   const int64_t stage_bytes = Feed<T, Tiling::kToken ? 3 : 1, 1>::stage_bytes(pipeline.groups, p.shape.width);
+  constexpr bool kShort = KIND == Rows::slim || KIND == Rows::narrow;
   // Wide rows that are dealt in advance run apart the more, the more are under way.
-  pipeline.stages = stages_that_fit(stage_bytes, Tiling::kDealt && !tickets ? 2 : KIND == Rows::narrow ? 4 : 3, 1);
+  pipeline.stages = stages_that_fit(stage_bytes, Tiling::kDealt && !tickets ? 2 : kShort ? 4 : 3, 1);
   if (pipeline.stages == 0 || pipeline.threads > Tiling::kMostThreads) return false;
   const int bytes = static_cast<int>(pipeline.stages * stage_bytes);
   auto kernel = forward_rows<T, MEAN, KIND>;
@@ -250,6 +253,7 @@ bool launch_rows(const LayerNormForward& p, cudaStream_t stream, cudaError_t* er
 template <typename T>
 bool launch_rows(const LayerNormForward& p, cudaStream_t stream, cudaError_t* error) {
   switch (kind_of(p.shape)) {
+    case Rows::slim: return launch_rows<T, Rows::slim>(p, stream, error);
     case Rows::narrow: return launch_rows<T, Rows::narrow>(p, stream, error);
     case Rows::dealt: return launch_rows<T, Rows::dealt>(p, stream, error);
     case Rows::wide: return launch_rows<T, Rows::wide>(p, stream, error);
