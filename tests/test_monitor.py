@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 import warnings
 
 import numpy as np
@@ -66,8 +67,10 @@ def test_a_rank_that_lags_for_the_same_work_is_named_once():
 def test_nothing_stays_on_the_model_and_the_line_names_the_units(unbalanced):
     assert [rank["hooks"] for rank in unbalanced] == [rank["hooks_before"] for rank in unbalanced]
     line = unbalanced[0]["steps"][-1]["line"]
-    for part in ("loss ", " s | ", " samples/s | ", " tokens/s/rank | ", "efficiency ", "data wait "):
+    for part in ("loss ", " s | ", " samples/s | ", " tokens/s/rank | ", "data wait "):
         assert part in line
+    assert re.search(r" \| predicted \d\.\d\d s, ranks \d+% busy \| ", line)
+    assert re.search(r" \| predicted ranks \d+% busy \| ", unbalanced[0]["steps"][-1]["line_of_counted"])
 
 
 SHAPES = ["1x4x4", "5x4x4", "9x4x4"]

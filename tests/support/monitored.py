@@ -35,6 +35,8 @@ def train(slow_rank=None):
             metrics = monitor.micro_step_done(loss, flag=accelerator.process_index == 1 and len(found) == 3)
             if metrics is not None:
                 found.append({**metrics, "line": monitor.status_line(metrics)})
+                counted = {name: value for name, value in metrics.items() if name != "predicted_seconds"}
+                found[-1]["line_of_counted"] = monitor.status_line(counted)
     monitor.close()
     hooks = {"hooks_before": hooks_before, "hooks": hooks_of(model)}
     return {"steps": found, "losses": own, "seconds": time.perf_counter() - starts[0], **hooks}
