@@ -244,7 +244,7 @@ def finish(args, family: Family, folder: Path, plan: Plan, listing: Listing, fai
     replace_dataset(output_dir, index, plan.before)
     print_changes(changes)
     if listing.without_caption:
-        print(f"{len(listing.without_caption)} samples have no caption", file=sys.stderr)
+        print(f"without a caption, and given the empty one: {name_three(listing.without_caption)}", file=sys.stderr)
     print_resizing(resized["enlarged"], resized["cropped_by_a_third"])
     print_buckets(counts, family)
     print(f"{len(index)} samples in {output_dir / 'dataset'}, report in {output_dir / REPORT}", file=sys.stderr)

@@ -78,7 +78,9 @@ def parse_buckets(words: list[str], grid: Grid) -> list[Bucket] | None:
             illegal.append(f"{bucket} (nearest: {grid.nearest(bucket)})")
         buckets.append(bucket)
     if illegal:
-        raise UserError(f"This model needs {grid}. These are not: {', '.join(illegal)}.")
+        raise UserError(
+            f"A bucket is frames x height x width, and this model needs {grid}. These are not: {', '.join(illegal)}."
+        )
     return list(dict.fromkeys(buckets))
 
 

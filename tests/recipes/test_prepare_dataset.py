@@ -152,6 +152,7 @@ def test_the_good_samples_of_a_bad_folder_are_kept_and_all_else_is_listed_before
     assert words.index("4 samples can be used, 13 refused") > words.rindex("refused cut.mp4")
     assert words.index("4 samples can be used, 13 refused") < words.index("encoding")
     assert "passed over, neither pictures nor clips by their suffix: 1 .pdf\n" in words
+    assert "without a caption, and given the empty one: 1 of the samples, sub/a.png; prepare_report.json" in words
 
 
 def test_without_metadata_a_caption_is_the_text_beside_the_file(tmp_path, monkeypatch, stills, tiny_pipeline):
@@ -213,7 +214,8 @@ def test_illegal_buckets_are_named_with_the_nearest_legal_ones_before_any_file_i
         with pytest.raises(SystemExit) as error:
             run(monkeypatch, tmp_path / "no folder", tmp_path, pipeline, buckets=["80x180x320", "1x320x320", "3x2x32"])
         message = str(error.value.code)
-        assert message.startswith("prepare_dataset.py: error: This model needs 4n+1 frames")
+        assert message.startswith("prepare_dataset.py: error: A bucket is frames x height x width, and this")
+        assert "needs 4n+1 frames" in message
         assert f"multiples of {step} pixels" in message
         assert f"80x180x320 (nearest: {nearest}), 3x2x32 (nearest: 1x{step}x32)." in message
         assert "1x320x320 (" not in message
