@@ -86,6 +86,7 @@ def main():
             use_config_alone(accelerator, args, output_dir / "pipeline")
         dataset = None if args.dataset is None else load_prepared(args.dataset)
         counts = read_samples(args.shapes).counts if dataset is None else shape_counts(read_shapes(dataset))
+        # One by one, since a shape may come with several batch sizes.
         points = [item for word in args.points or () for item in parse_batch_sizes([word]).items()]
         config = benchmark(accelerator, args, dataset, counts, output_dir, args.max_points, points)
         if accelerator.is_main_process:
@@ -122,6 +123,7 @@ def benchmark(accelerator, args, dataset, counts, output_dir: Path, max_points=1
         dataset: prepared, or None.
         counts: samples of each shape.
         output_dir: folder of the bucket config.
+        max_points: most points to measure.
         points: (shape, batch size) pairs that alone are measured, as they are written; none: chosen for the shapes.
 
     Returns:

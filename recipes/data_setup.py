@@ -95,6 +95,6 @@ def parse_batch_sizes(words: list[str] | None) -> dict[str, int] | None:
     for word in words:
         shape, _, size = word.partition("=")
         if not size.isdigit():
-            raise UserError(f"--batch_sizes is written SHAPE=B, such as 21x60x104=1, but found {word!r}.")
+            raise UserError(f"a batch size is written SHAPE=B, such as 21x60x104=1, but found {word!r}.")
         sizes[str(LatentShape.parse(shape))] = int(size)
     return sizes

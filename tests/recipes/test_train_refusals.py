@@ -245,5 +245,5 @@ def test_files_are_repeated_by_pattern_with_other_noise_each_time_and_in_another
 
 def test_batch_sizes_of_another_form_are_refused():
     assert parse_batch_sizes(["21x60x104=1"]) == {"21x60x104": 1}
-    with pytest.raises(UserError, match="SHAPE=B, such as 21x60x104=1, but found '21x60x104'"):
+    with pytest.raises(UserError, match="a batch size is written SHAPE=B, such as 21x60x104=1, but found '21x60x104'"):
         parse_batch_sizes(["21x60x104"])
