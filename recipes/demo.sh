@@ -4,6 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+export TRANSFORMERS_VERBOSITY=error # each process would ask for torchvision, which nothing here uses
 out=${DEMO_OUTPUT:-demo_output}
 data=${1:-$out/clips}
 launch="accelerate launch --config_file accelerate_configs/cpu.yaml --main_process_port 0"
@@ -41,3 +42,5 @@ $train --max_train_steps 24 --resume_from_checkpoint latest
 say "5/5 report"
 adaptiveload report "$out/config" --dataset "$out/prepared" --run "$out/run" --output "$out/report.html" \
     --world-size 2 --gradient-accumulation-steps 2
+
+say "done; step by step, and with your own model and GPUs: docs/quickstart.md"
