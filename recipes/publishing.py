@@ -55,10 +55,13 @@ def publish(args, repository: str | None, loader, pipeline_class, model_class, f
     """
     output_dir = Path(args.output_dir)
     names = {"pipeline": pipeline_class.__name__, "model": model_class.__name__, "folder": folder}
-    names |= {"base": _public(args.pretrained_model_name_or_path), "repo": repository or "user/repo"}
+    # A public page never names a path of this machine.
+    base = args.pretrained_model_name_or_path
+    names |= {"base": base if is_hub_id(base) else "PIPELINE", "repo": repository or "user/repo"}
     names["second"] = ", load_into_transformer_2=True" if folder == "transformer_2" else ""
     clips = sorted((output_dir / "validation").glob(f"step-{loader.global_step}-*"))
-    card = _card(args, loader, names, environment, [f"validation/{clip.name}" for clip in clips])
+    title = repository.split("/")[1] if repository else output_dir.resolve().name
+    card = _card(args, loader, title, names, environment, [f"validation/{clip.name}" for clip in clips])
     (output_dir / "README.md").write_text(card, encoding="utf-8")
     if repository is not None:
         saved = f"{folder}/*" if args.rank is None else "pytorch_lora_weights.safetensors"
@@ -67,12 +70,7 @@ def publish(args, repository: str | None, loader, pipeline_class, model_class, f
         print(push_folder(output_dir, files, repository, token=args.hub_token, commit_message=message))
 
 
-def _public(name: str) -> str:
-    """A pipeline as a public page may name it: never a path of this machine."""
-    return name if is_hub_id(name) else "the pipeline it was trained from"
-
-
-def _card(args, loader, names: dict, environment: dict, clips: list[str]) -> str:
+def _card(args, loader, title: str, names: dict, environment: dict, clips: list[str]) -> str:
     base = args.pretrained_model_name_or_path
     lora = args.rank is not None
     data = ModelCardData(
@@ -93,8 +91,8 @@ def _card(args, loader, names: dict, environment: dict, clips: list[str]) -> str
     rows = [f"| {bucket.shape} | {bucket.count} | {bucket.batch_size} |" for bucket in loader.plan.buckets]
     parts = [
         f"---\n{data.to_yaml()}\n---",
-        f"# {names['repo'].split('/')[-1]}",
-        f"{what} {names['model']}, trained with `adaptiveload_hf` from {_public(base)}.",
+        f"# {title}",
+        f"{what} {names['model']}, trained with `adaptiveload_hf`" + (f" from {base}." if is_hub_id(base) else "."),
         f"```python\n{_USE[lora].format(**names)}\n```",
         "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in facts.items()),
         "| latent shape | samples | batch size |\n|---|---|---|\n" + "\n".join(rows),

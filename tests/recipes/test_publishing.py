@@ -70,4 +70,6 @@ def test_who_is_not_logged_in_learns_it_before_the_training(setup, hub, tmp_path
 
 def test_without_a_push_the_card_is_written_all_the_same(setup, tmp_path):
     train_here(setup, tmp_path, max_train_steps=1)
-    assert "All weights of WanTransformer3DModel" in (tmp_path / "README.md").read_text()
+    card = (tmp_path / "README.md").read_text()
+    title = f"# {tmp_path.name}\n\nAll weights of WanTransformer3DModel, trained with `adaptiveload_hf`.\n"
+    assert title in card and 'WanPipeline.from_pretrained("PIPELINE", transformer=transformer' in card
