@@ -220,8 +220,10 @@ def say_start(args, loader, scheduler, differences: list[str], total_steps: int)
         say(f"  {bucket.shape} ({bucket.shape.pixels()} pixels): {bucket.count} samples, B = {bucket.batch_size}")
     for finding in (*plan.findings, *schedule.findings):
         say(f"  {finding}")
+    if differences:
+        say("  The bucket config is of another set-up, so its times and batch sizes may not fit this run:")
     for difference in differences:
-        say(f"  bucket config, {difference}")
+        say(f"    {difference}")
     if loader.global_step >= total_steps:
         say("  nothing is left to train: --max_train_steps or --num_train_epochs ends here; the result is saved")
     in_use = scheduler.scheduler.base_lrs[0]

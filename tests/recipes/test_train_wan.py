@@ -132,6 +132,16 @@ def test_resume_goes_on_from_the_newest_whole_checkpoint_and_says_which_learning
     assert not list(run.glob("partial-*")), "what a killed save left should be gone"
 
 
+def test_a_bucket_config_of_another_setup_is_named_with_what_differs(setup, tmp_path, capsys):
+    config = shutil.copytree(setup.config, tmp_path / "config")
+    values = json.loads((config / "bucket_config.json").read_text())
+    values["environment"]["lora"] = True
+    (config / "bucket_config.json").write_text(json.dumps(values))
+    train_here(setup, tmp_path / "run", max_train_steps=1, bucket_config=config)
+    said = capsys.readouterr().err
+    assert "of another set-up, so its times and batch sizes may not fit this run:\n    lora: measured with True" in said
+
+
 def test_a_lora_trains_and_saves_the_adapter_alone_goes_on_and_loads_into_the_pipeline(setup, tmp_path, capsys):
     rank = ("--rank", 2, "--lora_target_modules", "to_q", "ffn.net.2")
     options = {"max_train_steps": 4, "checkpointing_steps": 2}
