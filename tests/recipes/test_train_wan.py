@@ -139,7 +139,7 @@ def test_a_bucket_config_of_another_setup_is_named_with_what_differs(setup, tmp_
     (config / "bucket_config.json").write_text(json.dumps(values))
     train_here(setup, tmp_path / "run", max_train_steps=1, bucket_config=config)
     said = capsys.readouterr().err
-    assert "of another set-up, so its times and batch sizes may not fit this run:\n    lora: measured with True" in said
+    assert "its times and batch sizes may not fit this run:\n    lora: measured with True, here False\n" in said
 
 
 def test_a_lora_trains_and_saves_the_adapter_alone_goes_on_and_loads_into_the_pipeline(setup, tmp_path, capsys):
