@@ -6,6 +6,7 @@ from accelerate.state import AcceleratorState, GradientState, is_initialized
 from accelerate.utils import gather_object
 
 from ..errors import UserError
+from .plan import PlanOptions
 from .schedule import EpochSchedule
 
 
@@ -20,11 +21,18 @@ def data_rank_and_size(accelerator) -> tuple[int, int]:
     return accelerator.process_index // peers, accelerator.num_processes // peers
 
 
-def check_arguments(dataset, config, accelerator, shapes) -> None:
+def check_arguments(dataset, config, accelerator, shapes, plan_options) -> None:
     """
     Raises:
-        UserError: an argument of a loader is of another kind, such as the path of a config.
+        UserError: an argument of a loader is of another kind, such as the path of a config, or one of torch's loader.
     """
+    known = PlanOptions.__annotations__
+    if unknown := [name for name in plan_options if name not in known]:
+        raise UserError(
+            f"BucketDataLoader does not take {', '.join(unknown)}. The plan sets the batch sizes, which "
+            "batch_sizes={shape: B} replaces, and the schedule the order; options of the plan are "
+            f"{', '.join(known)}."
+        )
     rows = "rows by index; of a streaming dataset prepare or download the rows first"
     for name, value, attribute, words in (
         ("dataset", dataset, "__len__", rows),

@@ -181,7 +181,7 @@ class BucketDataLoader(DataLoaderStateMixin):
     ):
         if on_dataset_change not in ("error", "new_epoch"):
             raise UserError(f"on_dataset_change is 'error' or 'new_epoch', but found {on_dataset_change!r}.")
-        check_arguments(dataset, config, accelerator, shapes)
+        check_arguments(dataset, config, accelerator, shapes, plan_options)
         index = read_shapes(dataset) if shapes is None else shapes
         if len(index.bucket_of_sample) != len(dataset):
             raise UserError(

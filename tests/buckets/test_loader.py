@@ -312,6 +312,8 @@ def test_wrong_arguments_are_refused():
     ):
         with pytest.raises(UserError, match=f"{argument} must be {words}"):
             BucketDataLoader(**right | {argument: value})
+    with pytest.raises(UserError, match=r"does not take batch_size, shuffle\. The plan sets .*allow_extrapolation\."):
+        BucketDataLoader(**right, batch_size=4, shuffle=True)
     with pytest.raises(UserError, match="8 micro-steps, but the dataset has 5 samples"):
         make(accumulation=8, counts=(5,))
 
