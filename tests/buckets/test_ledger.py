@@ -33,6 +33,7 @@ def make_rank(rank, world_size, accumulation, **options):
         parallelism_config=None,
         gradient_accumulation_steps=accumulation,
         gradient_state=GradientState(),
+        step=0,
         device=torch.device("cpu"),
         device_placement=False,
         register_for_checkpointing=lambda loader: None,
