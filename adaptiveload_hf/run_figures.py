@@ -5,7 +5,7 @@ import numpy as np
 from .figures import LIMIT, OTHER, PAPER, TEXT, USED, new_figure, tidy, to_png
 
 # Title, lowest and highest value on the axis (None: as the data has them), and the keys of metrics.jsonl with their
-# words; the first one is drawn with its mean. What a run has not written is left out.
+# words; the first one that there is is drawn with its mean. What a run has not written is left out.
 _PANELS = (
     ("loss", (None, None), {"loss": "of a step"}),
     ("seconds of an optimizer step", (0, None), {"seconds": "measured", "predicted_seconds": "predicted"}),
@@ -13,7 +13,7 @@ _PANELS = (
     (
         "balance efficiency: share of the ranks' time that is work",
         (None, 1.02),
-        {"balance_efficiency": "predicted", "measured_balance_efficiency": "measured"},
+        {"measured_balance_efficiency": "measured, of the step before", "balance_efficiency": "predicted"},
     ),
 )
 _FEWEST_FOR_MEAN = 24
@@ -27,7 +27,7 @@ def run_png(records: list[dict]) -> bytes:
 
     Returns: PNG.
     """
-    panels = [panel for panel in _PANELS if _series(records, next(iter(panel[2])))[0]]
+    panels = [panel for panel in _PANELS if any(_series(records, key)[0] for key in panel[2])]
     figure = new_figure(11, 0.6 + 1.9 * len(panels))
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for axis, (title, limits, keys) in zip(axes, panels):
@@ -41,15 +41,13 @@ def run_png(records: list[dict]) -> bytes:
 
 
 def _draw_panel(axis, records, keys):
-    (first, words), *others = keys.items()
+    (first, words), *others = [(key, words) for key, words in keys.items() if _series(records, key)[0]]
     steps, values = _series(records, first)
     has_mean = len(values) >= _FEWEST_FOR_MEAN
     marker = "." if len(steps) < 60 else None
     axis.plot(steps, values, color=OTHER if has_mean else USED, linewidth=0.9, marker=marker, label=words)
     for key, words in others:
-        found = _series(records, key)
-        if found[0]:
-            axis.plot(*found, color=PAPER, linewidth=1.2, label=words)
+        axis.plot(*_series(records, key), color=PAPER, linewidth=1.2, label=words)
     if has_mean:
         window = len(values) // 8
         sums = np.cumsum([0, *values])
