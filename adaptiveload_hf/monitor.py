@@ -177,12 +177,12 @@ class TrainingMonitor:
 
     def status_line(self, metrics: dict) -> str:
         """One line for a person about what `micro_step_done` returned."""
-        seconds = f"{metrics['predicted_seconds']:.2f} s, " if "predicted_seconds" in metrics else ""
+        predicted = f" (predicted {metrics['predicted_seconds']:.2f})" if "predicted_seconds" in metrics else ""
         return (
-            f"loss {metrics['loss']:.4f} | {metrics['seconds']:.2f} s | "
+            f"loss {metrics['loss']:.4f} | {metrics['seconds']:.2f} s{predicted} | "
             f"{metrics['samples_per_second']:.2f} samples/s | "
             f"{metrics['tokens_per_second'] / self.accelerator.num_processes:.0f} tokens/s/rank | "
-            f"predicted {seconds}ranks {metrics['balance_efficiency']:.0%} busy | "
+            f"balance efficiency {metrics['balance_efficiency']:.3f} | "
             f"data wait {metrics['data_wait_seconds']:.3f} s"
         )
 
