@@ -48,7 +48,8 @@ def arguments(pipeline, dataset, output_dir, *extra):
 @pytest.mark.distributed
 def test_one_command_measures_the_sharded_step_fits_plans_simulates_and_writes(one_layer, dataset, tmp_path):
     output = tmp_path / "config"
-    done = launch(RECIPE, *arguments(one_layer, dataset, output, "--from_scratch"), timeout=300)
+    # Points enough to climb off the floor, which is high on a machine with other work.
+    done = launch(RECIPE, *arguments(one_layer, dataset, output, "--from_scratch", "--max_points", 7), timeout=300)
     assert done.returncode == 0, done.stderr
 
     config = BucketConfig.from_pretrained(output)
@@ -59,7 +60,7 @@ def test_one_command_measures_the_sharded_step_fits_plans_simulates_and_writes(o
     model = WanTransformer3DModel.from_config(json.loads((one_layer / "transformer" / "config.json").read_text()))
     of_a_rank = 4 * model.num_parameters() / 2 / 2**30
     assert environment["gradient_gib"] == pytest.approx(of_a_rank, rel=0.2)
-    assert 4 <= len(config.measurements) <= 5
+    assert 4 <= len(config.measurements) <= 7
     for measured in config.measurements:
         assert measured.seconds == max(measured.rank_seconds)
         assert len(measured.rank_seconds) == 2
