@@ -112,6 +112,8 @@ def compare(
 ) -> list[ComparisonRow]:
     """Simulates an epoch of the same samples under every policy x balance x W x K, batch sizes and dealing apart.
 
+    An epoch of more than MOST_SAMPLES is laid out as a smaller one of the same mix, and its seconds are scaled up.
+
     Args:
         plan: (policy=, balance=, world_size=, gradient_accumulation_steps=) -> BucketPlan, such as
             `functools.partial(make_plan, shape_counts, cost, memory, memory_limit_gib=...)`.
