@@ -62,12 +62,12 @@ def make_accelerator(
     _check_gpus(kwargs)
     fsdp_asked = parse_flag_from_env("ACCELERATE_USE_FSDP") or kwargs.get("fsdp_plugin") is not None
     if fsdp_asked:
+        _check_fsdp_version(kwargs.get("fsdp_plugin"))
         _enter_cpu_fsdp()
         if kwargs.get("fsdp_plugin") is None:
             precision = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
             policy = _exact_input_policy(precision)
             kwargs["fsdp_plugin"] = FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
-        _check_fsdp_version(kwargs["fsdp_plugin"])
     accelerator = Accelerator(
         mixed_precision=mixed_precision,
         gradient_accumulation_plugin=GradientAccumulationPlugin(
@@ -184,11 +184,14 @@ def _check_gpus(kwargs: dict) -> None:
         )
 
 
-def _check_fsdp_version(plugin: FullyShardedDataParallelPlugin) -> None:
-    if plugin.fsdp_version != 2:
+def _check_fsdp_version(plugin: FullyShardedDataParallelPlugin | None) -> None:
+    """Refuses FSDP1. Without a plugin the launcher's word counts: FSDP1 would refuse our policy with other words."""
+    version = int(os.environ.get("FSDP_VERSION", "1")) if plugin is None else plugin.fsdp_version
+    if version != 2:
         raise UserError(
-            f"FSDP needs fsdp_version 2, but the launch configuration says {plugin.fsdp_version}, whose checkpoints "
-            "do not load on every device. Set `fsdp_version: 2` in the `fsdp_config` of the --config_file."
+            f"FSDP needs fsdp_version 2, but the launch configuration says {version}, whose checkpoints do not load on "
+            "every device. Launch with --config_file accelerate_configs/fsdp2.yaml, or a file of your own with "
+            "`fsdp_version: 2`: without --config_file accelerate takes what `accelerate config` once wrote."
         )
 
 

@@ -53,8 +53,10 @@ def test_fsdp_asked_for_in_a_process_without_launcher_is_refused(monkeypatch):
         make_accelerator()
 
 
-def test_fsdp1_is_refused_by_name(monkeypatch):
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_fsdp1_is_refused_by_name(monkeypatch, precision):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
     monkeypatch.setenv("FSDP_VERSION", "1")
     with pytest.raises(UserError, match=r"needs fsdp_version 2, but the launch configuration says 1"):
         make_accelerator()
