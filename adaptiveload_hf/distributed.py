@@ -189,8 +189,8 @@ def _check_fsdp_version(plugin: FullyShardedDataParallelPlugin | None) -> None:
     version = int(os.environ.get("FSDP_VERSION", "1")) if plugin is None else plugin.fsdp_version
     if version != 2:
         raise UserError(
-            f"FSDP needs fsdp_version 2, but the launch configuration says {version}, whose checkpoints do not load on "
-            "every device. Launch with --config_file accelerate_configs/fsdp2.yaml, or a file of your own with "
+            f"FSDP needs fsdp_version 2, but the launch configuration says {version}, whose checkpoints do not load "
+            "on every device. Launch with --config_file accelerate_configs/fsdp2.yaml, or a file of your own with "
             "`fsdp_version: 2`: without --config_file accelerate takes what `accelerate config` once wrote."
         )
 

@@ -1,12 +1,13 @@
 """How does a run train a LoRA alone: adapter in float32, base as it is, and only the adapter in what is saved?"""
 
+import argparse
+import importlib.util
 import sys
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from diffusers.training_utils import cast_training_params
-from peft import LoraConfig
 from training_arguments import at_least
 
 from adaptiveload_hf import UserError
@@ -18,10 +19,19 @@ def add_lora_arguments(parser) -> None:
     The default targets are the family's LORA_TARGET_MODULES.
     """
     add = parser.add_argument
-    add("--rank", type=at_least(1), help="rank of the LoRA; without it the whole transformer is trained")
+    add("--rank", type=_rank, help="rank of the LoRA; without it the whole transformer is trained")
     add("--lora_alpha", type=at_least(0.0, above=True), help="alpha of the LoRA (default: the rank)")
     add("--lora_target_modules", nargs="+", metavar="NAME",
         help="ends of module names, such as to_q or ffn.net.2 (default: attention)")  # fmt: skip
+
+
+def _rank(text: str) -> int:
+    if importlib.util.find_spec("peft") is None:
+        raise argparse.ArgumentTypeError("a LoRA needs PEFT. Install it: pip install peft")
+    return at_least(1)(text)
+
+
+_rank.__name__ = "int"  # of a word that is no number, argparse says: invalid int value
 
 
 def add_lora(transformer, args) -> None:
@@ -30,6 +40,8 @@ def add_lora(transformer, args) -> None:
     Raises:
         UserError: a target that fits no linear module of this transformer.
     """
+    from peft import LoraConfig  # here: who trains all weights needs no PEFT
+
     linear = [name for name, module in transformer.named_modules() if isinstance(module, torch.nn.Linear)]
     unknown = [
         target for target in args.lora_target_modules if not any(f".{name}".endswith(f".{target}") for name in linear)

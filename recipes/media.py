@@ -9,12 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import av
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 from resolution_buckets import Bucket, Footage
 
 from adaptiveload_hf.errors import UserError
+
+try:
+    import av
+except ImportError:
+    raise UserError("Reading clips needs PyAV. Install it: pip install av") from None
 
 STILL_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif"}
 CLIP_SUFFIXES = {".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".flv", ".wmv", ".ogv"}
