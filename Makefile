@@ -5,13 +5,16 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 DIFFUSERS := 0.41.0 0.42.0 0.42.1
 
-.PHONY: demo test test-slow matrix lint gpu-test gpu-test-sm80 sanitize clean
+.PHONY: help demo test test-slow matrix lint gpu-test gpu-test-sm80 sanitize clean
 
-demo: $(INSTALLED)  ## prepare, measure, fit, plan, train, resume, report on small real files (DATA=folder for your own)
+help:  ## this list
+	@awk -F ':.*  ## ' '/^[a-z0-9-]+:.*  ## / { printf "make %-14s%s\n", $$1, $$2 }' Makefile
+
+demo: $(INSTALLED)  ## prepare, measure, plan, train, resume, report on small real files (DATA=folder for your own clips)
 	bash recipes/demo.sh "$$DATA"
 
 # In the order of files: by number of tests, the one that compiles all kernels would come last and alone.
-test: $(INSTALLED)  ## everything that needs no GPU and no patience, on two processes
+test: $(INSTALLED)  ## everything that needs no GPU, on two processes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(INSTALLED)  ## minutes of kills and resumes
@@ -47,7 +50,7 @@ lint: $(INSTALLED)  ## style, and the types of the public names
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-clean:
+clean:  ## remove .venv, builds and the demo's output
 	rm -rf .venv build demo_output adaptiveload_hf/*.so *.egg-info
 
 $(INSTALLED): .ci/install.sh .ci/constraints.txt setup.cfg setup.py
