@@ -62,6 +62,8 @@ def main():
         laws["eager"] = BucketConfig.from_pretrained(args.eager_bucket_config)
     counts = read_samples(args.shapes).counts
     counts = counts if args.samples is None else scaled(counts, args.samples)
+    for kernels, law in laws.items():
+        say_extrapolated(kernels, law, counts)
     output = Path(args.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     if args.replay is not None:
@@ -72,6 +74,21 @@ def main():
         rows = [predict(arm, *plan_arm(args, arm, counts, laws, args.predict), laws) for arm in args.arms]
         write(output / "predicted.json", args, counts, rows, {"world_size": args.predict})
         print_rows(rows)
+
+
+def say_extrapolated(kernels: str, law: BucketConfig, counts: dict[LatentShape, int]) -> None:
+    """Which shapes are shorter or longer than any that the law was measured with."""
+    measured = [m.tokens for m in law.measurements if not m.oom]
+    tokens = {shape: law.geometry.tokens(shape) for shape in counts}
+    outside = [
+        f"{shape} (S = {s})" for shape, s in tokens.items() if measured and not min(measured) <= s <= max(measured)
+    ]
+    if outside:
+        print(
+            f"The law of {kernels} blocks was measured from S = {min(measured)} to {max(measured)}; predictions for "
+            f"{', '.join(outside)} are extrapolated.",
+            file=sys.stderr,
+        )
 
 
 def run(args, counts, laws, output: Path) -> None:

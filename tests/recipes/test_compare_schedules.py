@@ -140,6 +140,19 @@ def test_a_run_measures_what_was_predicted_and_its_lanes_are_drawn(tmp_path, con
         lanes_picture.main()
 
 
+def test_a_law_that_is_taken_beyond_its_shapes_is_named_with_them(tmp_path, config, monkeypatch, capsys):
+    config.save_pretrained(tmp_path / "law")
+    (tmp_path / "shapes.json").write_text(json.dumps(COUNTS | {"9x4x8": 4}))
+    law = ("--bucket_config", f"{tmp_path}/law", "--m_mem_tokens", "96", "--predict", "1", "--arms", ARMS[2])
+    set_arguments(monkeypatch, tmp_path, "--shapes", f"{tmp_path}/shapes.json", *law)
+    compare_schedules.main()
+    said = "The law of patched blocks was measured from S = 4 to 40; predictions for 9x4x8 (S = 72) are extrapolated."
+    assert said in capsys.readouterr().err
+    (tmp_path / "shapes.json").write_text(json.dumps(COUNTS))
+    compare_schedules.main()
+    assert "extrapolated" not in capsys.readouterr().err
+
+
 def test_kernels_of_an_arm_are_gone_after_it(tmp_path, monkeypatch):
     with fresh_accelerate(ACCELERATE_USE_CPU="true"):
         set_arguments(monkeypatch, tmp_path, "--points", "1x4x4=1")
