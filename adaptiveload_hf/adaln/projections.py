@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .registry import keep, kept
-from .runtime import is_transformed, no_hooks_on
+from .runtime import affine_of, is_transformed, no_hooks_on
 from .source import LeftEager, running_source
 
 # Digests of the forward of PEFT's LoRA linear that the tests compare with, and of the properties by which it asks for
@@ -26,7 +26,7 @@ TESTED_LORA = {("ec0a80f5c5ce05f5", "1e37574f0bcd7c69", "7646cb080720ea51", "75c
 # A function's result that is a view may not be edited in place, as a hook on the attention does. This makes none.
 _reshaped = torch.ops.aten._unsafe_view.default
 _LINEAR_FORWARD, _LINEAR = nn.Linear.forward, F.linear  # another library may put its own in place of them later
-_OWN = {"weight", "bias"}  # the parameters of a linear, unless something keeps them elsewhere
+_OWN = {"weight", "bias"}  # the parameters of a linear, unless something keeps them elsewhere, as FSDP 1 does
 # Weight [N, D], bias [N]; LoRA's A [r, D] and B [N, r], and its scaling.
 _Projection = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, float]
 
@@ -216,7 +216,8 @@ def projection_of(linear: nn.Module, x: Tensor) -> _Projection | None:
     kind = type(linear)
     if kind is nn.Linear:
         own = linear._parameters
-        found = (own["weight"], own["bias"], None, None, 1.0) if no_hooks_on(linear) and own.keys() == _OWN else None
+        own = own if own.keys() == _OWN else affine_of(linear)
+        found = (own["weight"], own["bias"], None, None, 1.0) if no_hooks_on(linear) else None
     else:
         found = _lora_of(linear, x) if is_tested_lora(kind, kind.forward) else None
     if found is None:
@@ -248,7 +249,8 @@ def _lora_of(linear: nn.Module, x: Tensor) -> _Projection | None:
     own, of_down, of_up = base._parameters, down._parameters, up._parameters
     for each in (own, of_down, of_up):
         if len(each) != 2 or "weight" not in each or "bias" not in each:  # `_OWN`, in half the time
-            return None
+            own, of_down, of_up = map(affine_of, (base, down, up))
+            break
     if of_down["bias"] is not None or of_up["bias"] is not None:
         return None
     # PEFT makes a tensor of the scaling for adapters that are swapped when compiled.

@@ -94,7 +94,7 @@ class FusedOps:
         scale, shift = _as_rows(scale), _as_rows(shift)
         options = {"eps": norm.eps, "out_dtype": out_dtype, **self.options}
         if NORM_OPS[type(norm)] == "layer_norm_modulate":
-            return self.ops.layer_norm_modulate(x, scale, shift, **_affine_of(norm), **options, **tables)
+            return self.ops.layer_norm_modulate(x, scale, shift, **affine_of(norm), **options, **tables)
         offsets = {"scale_offset": scale_offset, "weight_offset": _WEIGHT_OFFSETS.get(type(norm), 0.0)}
         return self.ops.rms_norm_modulate(x, scale, shift, weight=norm.weight, **offsets, **options)
 
@@ -162,7 +162,7 @@ class FusedOps:
             _as_rows(scale),
             _as_rows(shift),
             eps=norm.eps,
-            **_affine_of(norm),
+            **affine_of(norm),
             residual_dtype=residual_dtype,
             out_dtype=out_dtype,
             **self.options,
@@ -341,10 +341,10 @@ def weight_of(norm: nn.Module) -> Tensor | None:
     return norm.weight
 
 
-def _affine_of(norm: nn.LayerNorm) -> dict[str, Tensor | None]:
+def affine_of(module: nn.LayerNorm | nn.Linear) -> dict[str, Tensor | None]:
     """Its weight and bias, in this order; as `weight_of`."""
-    own = norm._parameters
-    return own if tuple(own) == ("weight", "bias") else {"weight": norm.weight, "bias": norm.bias}
+    own = module._parameters
+    return own if tuple(own) == ("weight", "bias") else {"weight": module.weight, "bias": module.bias}
 
 
 def _normalizes_rows_of(norm: nn.Module, x: Tensor, dtype: torch.dtype) -> bool:
@@ -352,7 +352,7 @@ def _normalizes_rows_of(norm: nn.Module, x: Tensor, dtype: torch.dtype) -> bool:
     that eager takes with inputs of `dtype`."""
     kind = type(norm)
     if NORM_OPS[kind] == "layer_norm_modulate":
-        weight, bias = _affine_of(norm).values()
+        weight, bias = affine_of(norm).values()
     else:
         weight, bias = norm.weight, getattr(norm, "bias", None)
         if norm.eps is None or bias is not None:

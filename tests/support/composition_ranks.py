@@ -7,7 +7,8 @@ import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin
 from peft import LoraConfig
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
@@ -63,11 +64,22 @@ def checkpointed(model) -> None:
     model.enable_gradient_checkpointing(lambda f, *args: checkpoint(f, *args, use_reentrant=False))
 
 
+def blocks_of(model) -> torch.nn.ModuleList:
+    return model.blocks if hasattr(model, "blocks") else model.transformer_blocks
+
+
+def sharded_by_fsdp1(model):
+    checkpointed(model)
+    policy = ModuleWrapPolicy({type(block) for block in blocks_of(model)})
+    options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, **options)
+
+
 def sharded(model, adapt=None):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if adapt is not None:
         adapt(model)
-    for block in model.blocks if hasattr(model, "blocks") else model.transformer_blocks:
+    for block in blocks_of(model):
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
@@ -125,6 +137,7 @@ FAMILIES = ("wan", "sd35")
 # How a model is spread: (family, patched first, last or not at all) -> (model, dtype of its inputs).
 ROWS = {
     "DDP": in_float32(DistributedDataParallel),
+    "FSDP1, gradient checkpointing": in_float32(sharded_by_fsdp1),
     "FSDP2": in_float32(sharded),
     "FSDP2, gradient checkpointing": in_float32(lambda model: sharded(model, checkpointed)),
     "FSDP2, LoRA": in_float32(lambda model: sharded(model, add_lora)),

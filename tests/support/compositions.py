@@ -37,6 +37,7 @@ ROWS = (
     "torch.export",
     "fused projections",
     "DDP",
+    "FSDP1, gradient checkpointing",
     "FSDP2",
     "FSDP2, gradient checkpointing",
     "FSDP2 bf16 by make_accelerator, gradient checkpointing",
