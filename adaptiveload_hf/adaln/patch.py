@@ -161,7 +161,7 @@ def _install(module: nn.Module, owner: type, rewritten: RewrittenForward) -> str
 
 def _models_of(model: object) -> list[nn.Module]:
     components = getattr(model, "components", None)
-    if isinstance(components, dict):
+    if isinstance(components, dict) and not isinstance(model, nn.Module):
         wanted = {name: c for name, c in components.items() if name.startswith(("transformer", "controlnet"))}
         models = list(dict.fromkeys(c for c in wanted.values() if isinstance(c, nn.Module)))
         if not models:

@@ -225,6 +225,12 @@ def test_a_pipeline_without_transformer_is_refused():
         patch_model(Pipeline())
 
 
+def test_a_module_with_components_of_its_own_is_no_pipeline():
+    model = Mixed()
+    model.components = {"unet": None}
+    assert patch_model(model).instances_patched
+
+
 def test_the_cuda_backend_is_refused_where_it_cannot_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match='backend="cuda" needs a GPU, and torch sees none here'):
