@@ -17,8 +17,8 @@ TOP_LEVEL = {
 }
 # From the bottom up; a module imports only from rows before its own (see docs/design.md).
 LAYERS = [
-    {"errors", "adaln.first_call", "adaln.runtime", "adaln.schema_digest", "adaln.source", "adaln.tested_sources"},
-    {"adaln.extension", "adaln.triton_kernels", "buckets.row_bytes", "buckets.shapes"},
+    {"errors", "adaln.first_call", "adaln.onlookers", "adaln.schema_digest", "adaln.source", "adaln.tested_sources"},
+    {"adaln.extension", "adaln.runtime", "adaln.triton_kernels", "buckets.row_bytes", "buckets.shapes"},
     {"adaln.triton_ops"},
     {
         "adaln.adapters",

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from .forwards import BACKENDS
+from .onlookers import no_hooks_on
 from .ops import OPS
 from .projections import project, project_heads
 from .queries import queries_keys_values
-from .runtime import NORM_OPS, FusedOps, no_hooks_on
+from .runtime import NORM_OPS, FusedOps
 from .source import LeftEager, running_source
 
 # Digests of the `__call__` of diffusers' processors that the tests compare with and without the op: Wan's and Wan

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .runtime import is_transformed, no_hooks_on
+from .onlookers import is_transformed, no_hooks_on
 
 # The convolution that makes tokens of patches gives them as [B, D, F, H, W], which the model copies into [B, S, D];
 # backward copies them back. Each of these copies costs more than a pass of a fused op over the stream.

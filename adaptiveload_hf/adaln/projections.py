@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .onlookers import is_transformed, no_hooks_on
 from .registry import keep, kept
-from .runtime import affine_of, is_transformed, no_hooks_on
+from .runtime import affine_of
 from .source import LeftEager, running_source
 
 # Digests of the forward of PEFT's LoRA linear that the tests compare with, and of the properties by which it asks for

@@ -12,9 +12,9 @@ import torch
 from diffusers.models.normalization import FP32LayerNorm, RMSNorm
 from diffusers.models.transformers.transformer_krea2 import Krea2RMSNorm
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn import functional
-from torch.nn.modules import module as torch_module
+
+from .onlookers import is_transformed, no_hooks_on
 
 NORM_OPS = {
     nn.LayerNorm: "layer_norm_modulate",
@@ -50,7 +50,7 @@ class FusedOps:
     def is_plain(self, *norms: nn.Module) -> bool:
         """Whether norms are known ones whose calls do nothing but their arithmetic."""
         return (
-            no_hooks_on(*norms) and _as_they_came(*norms) and all(NORM_OPS[type(norm)] in self.names for norm in norms)
+            _as_they_came(*norms) and no_hooks_on(*norms) and all(NORM_OPS[type(norm)] in self.names for norm in norms)
         )
 
     def can_modulate(
@@ -178,7 +178,7 @@ class FusedOps:
         The projections themselves are not known yet: they have x's dtype, or that of autocast. Under CUDA autocast
         eager computes the norm in float32, and attention casts that down again. Plain loops: this runs at each call.
         """
-        if not (self._is_stream(x) and no_hooks_on(*norms) and _as_they_came(*norms)):
+        if not (self._is_stream(x) and _as_they_came(*norms) and no_hooks_on(*norms)):
             return False
         dtype, weight = x.dtype, None
         if torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type):
@@ -201,7 +201,7 @@ class FusedOps:
     ) -> bool:
         """Whether `norm_heads` stands for norms of the heads, each by itself, of x [B, S, D] or of projections of it,
         and for the rotation after them; rotation: cos and sin [tokens, D / heads]. Autocast as in `can_turn`."""
-        if not (self._is_stream(x) and no_hooks_on(*norms) and _as_they_came(*norms)):
+        if not (self._is_stream(x) and _as_they_came(*norms) and no_hooks_on(*norms)):
             return False
         autocast = torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type)
         if autocast and not x.is_cuda:
@@ -238,40 +238,6 @@ class FusedOps:
         if x.is_cuda:
             return "cuda" in self.device_types and x.shape[2] <= _WIDEST_ROW_ON_CUDA and not is_transformed()
         return x.device.type in self.device_types and not is_transformed()
-
-
-def is_transformed() -> bool:
-    """Whether torch.func (grad, vmap, jvp), forward-mode AD or torch.jit.trace is at work, which the ops do not take.
-    Dynamo traces it another way."""
-    if torch.compiler.is_dynamo_compiling():
-        return False
-    return (
-        forward_ad._current_level >= 0
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
-    )
-
-
-def no_hooks_on(*modules: nn.Module) -> bool:
-    """Whether calling modules runs their class's forward and nothing else."""
-    if (
-        torch_module._global_forward_hooks
-        or torch_module._global_forward_pre_hooks
-        or torch_module._global_backward_hooks
-        or torch_module._global_backward_pre_hooks
-    ):
-        return False
-    for m in modules:
-        own = m.__dict__  # older Dynamo does not trace vars(); an attribute of a module takes three times as long
-        if (
-            own["_forward_hooks"]
-            or own["_forward_pre_hooks"]
-            or own["_backward_hooks"]
-            or own["_backward_pre_hooks"]
-            or "forward" in own
-        ):
-            return False
-    return True
 
 
 def _as_they_came(*norms: nn.Module) -> bool:

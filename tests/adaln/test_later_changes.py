@@ -13,6 +13,7 @@ from support.model_runs import forward
 from support.tiny_models import output_and_gradients, relative_error, tiny_inputs, tiny_model
 from torch import nn
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 
 from adaptiveload_hf import patch_model, unpatch_model
 from adaptiveload_hf.adaln import ops
@@ -58,6 +59,32 @@ def test_a_norm_that_is_replaced_later_for_all_models_is_called(owner, name, mon
     original = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda *args: original(*args) + 1)
     check_literal(block, fused=["gate_residual"])
+
+
+def test_what_replaces_a_norm_need_not_be_a_module():
+    block = Block()
+    patch_model(block, verify="never")
+    del block.norm
+    block.norm = lambda x: nn.functional.layer_norm(x, (8,)) * 2
+    check_literal(block, fused=["gate_residual"])
+
+
+class DoublesNorms(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return 2 * result if function is nn.functional.layer_norm else result
+
+
+def test_a_mode_that_sees_torchs_functions_sees_those_of_the_original():
+    block = Block()
+    expected = block(*tensors())
+    patch_model(block, verify="never")
+    with DoublesNorms():
+        check_literal(block)
+    with torch.device("cpu"):  # which is such a mode, too, but changes no result
+        found, ran = fused_ops(block, *tensors())
+    assert set(ran) == {"layer_norm_modulate", "gate_residual"}
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_helper_that_an_instance_gets_later_is_called():
