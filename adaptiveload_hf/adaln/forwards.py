@@ -5,6 +5,7 @@ import copyreg
 import functools
 import linecache
 import types
+from multiprocessing.reduction import ForkingPickler
 
 from torch import nn
 
@@ -243,7 +244,9 @@ def _shown(forward: object) -> FunctionSource | None:
 def rewritten_behind(function: object) -> RewrittenForward | None:
     """The rewritten forward that a function is the stand-in of; not that of a function which only wraps one."""
     rewritten = getattr(function, "rewritten", None)
-    return rewritten if rewritten is not None and rewritten.stand_in is function else None
+    # Not by identity: cloudpickle and dill copy the function itself.
+    is_stand_in = rewritten is not None and getattr(function, "__code__", None) == rewritten.stand_in.__code__
+    return rewritten if is_stand_in else None
 
 
 def _reduce_method(method: types.MethodType) -> tuple:
@@ -253,3 +256,4 @@ def _reduce_method(method: types.MethodType) -> tuple:
 
 # A bound method pickles as its function's name, which would lead to the class's own forward. Others stay as they were.
 copyreg.pickle(types.MethodType, _reduce_method)
+ForkingPickler.register(types.MethodType, _reduce_method)  # multiprocessing's, which has its own way

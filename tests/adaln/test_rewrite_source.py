@@ -6,6 +6,7 @@ import pickle
 import sys
 import textwrap
 import types
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -222,3 +223,28 @@ def test_a_patched_block_pickles_as_its_class_and_is_rewritten_where_it_is_loade
     with torch.no_grad():
         loaded.linear.weight.zero_()
     assert not torch.equal(loaded(x, scale, shift, scale), block(x, scale, shift, scale))
+
+
+def held_in_loop():
+    block = next(cls for cls in ODD_BLOCKS if cls.__name__ == "HeldInLoop")()
+    patch_model(block, verify="never")
+    return block
+
+
+def test_what_multiprocessing_sends_to_another_process_is_patched():
+    loaded = pickle.loads(ForkingPickler.dumps(held_in_loop()))
+    assert loaded.forward.__func__.rewritten.function is not type(loaded).forward
+    unpatch_model(loaded)
+    assert "forward" not in vars(loaded)
+
+
+def test_a_patch_is_known_where_its_function_was_copied_by_value():
+    """As cloudpickle and dill copy functions."""
+    block = held_in_loop()
+    function = block.forward.__func__
+    copied = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, function.__closure__)
+    vars(copied).update(vars(function))
+    block.forward = types.MethodType(copied, block)
+    assert patch_model(block, verify="never").instances_patched
+    unpatch_model(block)
+    assert "forward" not in vars(block)
