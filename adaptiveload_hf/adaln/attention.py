@@ -13,7 +13,7 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor, nn
 
 from ..errors import UserError
-from .forwards import BACKENDS
+from .forwards import BACKENDS, MARK
 from .onlookers import no_hooks_on
 from .ops import OPS
 from .projections import project, project_heads
@@ -36,6 +36,8 @@ TESTED_JOINT_PROCESSORS = {
     HunyuanVideoAttnProcessor2_0: "9d2e9a44e1dc2bf7",
 }
 TESTED_ROTATION = "a25267d425f8c5ea"
+
+_ATTENTION = F.scaled_dot_product_attention  # people put their own in its place
 
 _OPS_OF = {backend: FusedOps(*arguments, frozenset(OPS)) for backend, arguments in BACKENDS.items()}
 
@@ -73,6 +75,22 @@ class AdaptiveLoadAttnProcessor:
         self.backend = backend
         self._tested_call = type(stock).__call__
 
+    @property
+    def __class__(self) -> type:
+        """diffusers makes a processor anew as `processor.__class__()`, and looks up by it what it knows of one: that
+        of the stock processor, unless the caller set this one."""
+        return type(self.stock) if self.installed_by_patch else type(self)
+
+    def __reduce__(self) -> tuple:
+        return object.__new__, (type(self),), vars(self)
+
+    def _stands_for_stock(self, attn: nn.Module) -> bool:
+        """Whether the stock processor would still run what the tests cover, and an attention that `patch_model` gave
+        this one is still patched: diffusers keeps processors aside and puts them back."""
+        if self.installed_by_patch and MARK not in attn.__dict__:
+            return False
+        return type(self.stock).__call__ is self._tested_call
+
     def __call__(
         self,
         attn: nn.Module,
@@ -83,7 +101,7 @@ class AdaptiveLoadAttnProcessor:
     ) -> Tensor:
         """What the stock processor returns, up to rounding."""
         ops = _OPS_OF[self.backend]
-        if type(self.stock).__call__ is self._tested_call:
+        if self._stands_for_stock(attn):
             known = rotary_emb is None or encoder_hidden_states is None
             inputs = attn, hidden_states, encoder_hidden_states
             attended = self._attend(ops, *inputs, attention_mask, rotary_emb) if known else None
@@ -161,7 +179,7 @@ class AdaptiveLoadJointAttnProcessor(AdaptiveLoadAttnProcessor):
         **kwargs,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """What the stock processor returns, up to rounding."""
-        if type(self.stock).__call__ is self._tested_call and not torch.compiler.is_compiling():
+        if self._stands_for_stock(attn) and not torch.compiler.is_compiling():
             ops, rotations = _OPS_OF[self.backend], {}
             if image_rotary_emb is not None:
                 rotations = self._rotations(ops, attn, hidden_states, encoder_hidden_states, image_rotary_emb)
@@ -280,7 +298,7 @@ def is_stock(processor: object) -> bool:
 def _is_native(attend: Callable, backend: object) -> bool:
     """Whether diffusers' dispatch would call nothing but PyTorch's attention: to do so at once spares the host its
     dictionaries, and autograd eight nodes for views."""
-    if _digest(attend) not in TESTED_DISPATCH:
+    if F.scaled_dot_product_attention is not _ATTENTION or _digest(attend) not in TESTED_DISPATCH:
         return False
     backends = attend.__globals__["_AttentionBackendRegistry"]
     name = backends._active_backend if backend is None else backend
@@ -319,7 +337,7 @@ def install(module: nn.Module, backend: str) -> str | None:
     if not joint and not is_stock(processor):
         return f"its attention processor is {type(processor).__qualname__}, not the stock one"
     wrapper = (AdaptiveLoadJointAttnProcessor if joint else AdaptiveLoadAttnProcessor)(processor, backend=backend)
-    wrapper.installed_by_patch = True
+    wrapper.installed_by_patch = vars(module)[MARK] = True
     module.processor = wrapper
     return None
 

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import pickle
 
 import pytest
 import torch
@@ -187,6 +188,35 @@ def test_patching_wraps_them_all_and_unpatching_gives_the_very_same_back(fused_c
     assert_close(gradients, expected[1])
     unpatch_model(model)
     assert all(model.attn_processors[name] is processor for name, processor in before.items())
+
+
+@pytest.mark.parametrize("family", ["wan", "sd35", "flux"])
+def test_diffusers_makes_processors_anew_as_if_they_were_not_wrapped(family):
+    """As it does where IP-Adapters come and go: `processor.__class__()`."""
+    model, inputs = tiny_model(family), tiny_inputs(family)
+    expected = model(**inputs)[0]
+    kinds = {name: type(processor) for name, processor in model.attn_processors.items()}
+    patch_model(model)
+    wrapped = copy.deepcopy(pickle.loads(pickle.dumps(model))).attn_processors
+    anew = {name: processor.__class__() for name, processor in wrapped.items()}
+    assert {name: type(processor) for name, processor in anew.items()} == kinds
+    model.set_attn_processor(anew)
+    assert relative_error(model(**inputs)[0], expected) < 1e-5
+    unpatch_model(model)
+    assert torch.equal(model(**inputs)[0], expected)
+
+
+def test_a_wrapper_that_comes_back_after_unpatching_runs_the_stock_processor(fused_calls):
+    """As where `unfuse_qkv_projections` puts processors back that it had set aside."""
+    model, inputs = tiny_model("sd35"), tiny_inputs("sd35")
+    expected = model(**inputs)[0]
+    patch_model(model)
+    aside = model.attn_processors
+    model.set_attn_processor(JointAttnProcessor2_0())
+    unpatch_model(model)
+    model.set_attn_processor(aside)
+    assert torch.equal(model(**inputs)[0], expected)
+    assert not fused_calls
 
 
 def test_without_the_op_the_processors_stay():

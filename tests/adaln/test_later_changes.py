@@ -129,6 +129,19 @@ def test_an_attention_processor_whose_code_is_replaced_later_runs_by_itself(monk
     assert patch_model(model).to_dict()["classes"][-1]["attention_fused"] == 0, "a replaced processor is not stock"
 
 
+def test_an_attention_of_the_users_own_in_place_of_pytorchs_is_called_as_diffusers_calls_it(monkeypatch):
+    attention = nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        nn.functional,
+        "scaled_dot_product_attention",
+        lambda *, query, key, value, attn_mask, **others: attention(query, 2 * key, value, attn_mask),
+    )
+    model, inputs = tiny_model("wan"), tiny_inputs("wan")
+    expected = model(**inputs)[0]
+    patch_model(model)
+    assert relative_error(model(**inputs)[0], expected) < 1e-5
+
+
 def of_doubled_values(project):
     def projections(attn, hidden_states, encoder_hidden_states):
         query, key, value = project(attn, hidden_states, encoder_hidden_states)
