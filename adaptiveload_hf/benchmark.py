@@ -59,10 +59,18 @@ def measure_shapes(
 
     The batch climbs on, within the memory that is surely enough, until it is known how memory grows above its floor.
 
-    Args: as in `choose_points` and `measure_steps`.
+    Args:
+        accelerator, run_step: as in `measure_steps`.
+        shapes: those of the data; a smallest and a largest one are enough.
+        geometry: shape to tokens.
+        max_points: at most this many points, at least 4.
+        output_path: JSON lines, appended point by point; points found in it are not measured again.
 
     Returns:
         All measurements, the same on every rank.
+
+    Raises:
+        UserError: no shape, `max_points` below 4, or as in `measure_steps`.
     """
     shapes = broadcast_object_list([list(shapes)])[0]  # ranks that see other data would wait for each other
     max_tokens, least_work, climbed, measured = None, 0.0, {}, []
@@ -132,7 +140,7 @@ def measure_steps(
         accelerator: the run's; its `gradient_accumulation_steps` is K.
         run_step: does one optimizer step of K micro-steps on micro-batches of this shape and batch size. It begins by
             zeroing the gradients, so that a step that ran out of memory leaves nothing behind.
-        points: e.g. from `choose_points`, by growing `all_tokens`; those of the main process count.
+        points: as from `buckets.points.choose_points`, by growing `all_tokens`; those of the main process count.
         output_path: JSON lines, appended point by point and kept through a crash. Points found in it are not
             measured again.
 

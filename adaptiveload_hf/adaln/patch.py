@@ -106,7 +106,14 @@ def unpatch_model(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def patched(model: nn.Module, **options: Any) -> Iterator[PatchReport]:
-    """Patch a model for the length of a `with` block. Options are those of `patch_model`."""
+    """Patch a model for the length of a `with` block, which gets the report.
+
+    Args:
+        model, options: those of `patch_model`.
+
+    Raises:
+        UserError: as `patch_model` does.
+    """
     report = patch_model(model, **options)
     try:
         yield report

@@ -74,6 +74,9 @@ def fit_cost_model(measurements: Sequence[Measurement], kinds: str | Sequence[st
         measurements: timed points; those marked `oom` are left out.
         kinds: "all", or some of "power_law", "additive", "roofline"; the power law is always fitted too.
 
+    Returns:
+        CostFit: `model` is the chosen law, `candidates` has each form's law and errors, `power_law` is the paper's.
+
     Raises:
         UserError: an unknown kind, or too few points to tell the parameters apart.
 
@@ -185,8 +188,11 @@ def fit_memory_model(measurements: Sequence[Measurement], gpu_memory_gib: float 
     least the GPU's memory.
 
     Args:
-        measurements: points with their peaks.
+        measurements: points with their peaks, in GiB.
         gpu_memory_gib: memory of the GPU that they were measured on, if known.
+
+    Returns:
+        MemoryModel: `gib(B, S)` predicts a peak, `max_tokens(limit_gib, S)` the largest B*S within a limit.
 
     Raises:
         UserError: no peak was measured, or at one B*S only.

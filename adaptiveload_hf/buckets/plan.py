@@ -159,17 +159,23 @@ def make_plan(
 
     Args:
         shape_counts: samples of each shape.
+        cost, memory: laws, as from `fit_cost_model(...).model` and `fit_memory_model`.
+        geometry: shape to tokens; None is `TokenGeometry()`, Wan's.
         memory_limit_gib: what a rank may use; with `memory` it gives M_mem in tokens.
+        world_size, gradient_accumulation_steps: W data ranks, K.
         balance: how the schedule will balance ranks, as in `schedule_epoch`.
-        target_seconds: compute limit of a micro-batch. "auto": dual takes the one with the best predicted samples/s on
-            this histogram, W and K under `balance`, or within 1% of it the one that lets "auto" take a smaller window
-            (without M_mem, and for equal_time, the cost of one longest sample).
+        target_seconds: compute limit of a micro-batch, in the cost's unit. "auto": dual takes the one with the best
+            predicted samples/s on this histogram, W and K under `balance`, or within 1% of it the one that lets "auto"
+            take a smaller window (without M_mem, and for equal_time, the cost of one longest sample).
         samples_per_step: samples that an optimizer step should hold: dual takes the compute limit whose predicted mean
             is nearest. If memory or W*K do not allow it, a finding says what is reached, and which K would.
         batch_sizes: {shape: B}, instead of what the policy says.
         token_budget: for equal_token; M_mem if not given, else the tokens of one longest sample.
         m_mem_tokens: M_mem where no memory model and limit give it, such as the largest B*S that was measured.
         measured_tokens: smallest and largest S of the measurements; beyond them only with allow_extrapolation.
+
+    Returns:
+        BucketPlan: `print` it.
 
     Raises:
         UserError: a shape that does not fit at B = 1 or was never measured, too few samples, or an option that is

@@ -96,7 +96,7 @@ class EpochSchedule:
         """How many times each sample of this micro-batch is still to come in the epoch, int64 [B]; 0 for padding.
 
         Counted from the end, (sample, occurrence) are the same pairs in any order of the epoch, also where what was
-        left of it has been dealt anew: what random numbers of a sample can be keyed by.
+        left of it has been scheduled anew: what random numbers of a sample can be keyed by.
         """
         j = micro_step * self.world_size + rank
         return self._times_to_come[self.offsets[j] : self.offsets[j + 1]]

@@ -16,7 +16,11 @@ _LARGEST_SIZE = 1 << 20
 
 @dataclass(frozen=True, order=True)
 class LatentShape:
-    """Size of one sample's latent: frames x height x width, written `21x60x104`."""
+    """Size of one sample's latent: frames x height x width, written `21x60x104`.
+
+    Args:
+        frames, height, width: of the latent, not in pixels.
+    """
 
     frames: int
     height: int
@@ -104,7 +108,10 @@ def index_shapes(sizes: np.ndarray) -> BucketIndex:
     """Groups samples by shape.
 
     Args:
-        sizes: int [samples, 3], frames, height, width.
+        sizes: int [samples, 3], frames, height, width of each sample's latent.
+
+    Returns:
+        BucketIndex: `shapes`, the distinct shapes, sorted; `bucket_of_sample`, int64 [samples], positions in them.
 
     Raises:
         UserError: no samples, or another array.
@@ -136,6 +143,9 @@ def read_shapes(dataset: Any) -> BucketIndex:
     Args:
         dataset: a `datasets.Dataset` with the column `latent_shape`, a list of four integers [C, F, H, W]. What
             shuffle, select and filter did to it is honoured.
+
+    Returns:
+        BucketIndex, as of `index_shapes`.
 
     Raises:
         UserError: no such column, an empty dataset, or a row that is not four positive numbers.
