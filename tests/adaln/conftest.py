@@ -1,13 +1,24 @@
-"""Keeps the matrix of docs/patching.md and the tests of compositions in step."""
+"""Keeps the matrix of docs/patching.md in step with its tests, and shares how tests of CUDA kernels begin."""
 
 import pytest
+import torch
 from support import compositions
+
+from adaptiveload_hf.adaln import ops
 
 _recorded = pytest.StashKey[dict]()
 
 
 def pytest_configure(config):
     config.stash[_recorded] = {}
+
+
+@pytest.fixture
+def cuda_kernels():
+    """The extension is there, and random numbers are the same in every run."""
+    if ops.kernel_backend("cuda") != "cuda":
+        pytest.skip(f"the extension is missing: {ops.extension_missing_reason()}")
+    torch.manual_seed(0)
 
 
 @pytest.fixture

@@ -15,18 +15,11 @@ from support.adaln_cases import (
 
 from adaptiveload_hf.adaln import ops, reference
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_kernels")]
 
 DEVICE = "cuda"
 FLOOR = 2e-6  # sums in float32, which ours and eager's both are
 WIDTHS = (8, 17, 1152, 1536, 2432, 5120, 6144, 8192)
-
-
-@pytest.fixture(autouse=True)
-def _seed_and_extension():
-    if ops.kernel_backend(DEVICE) != "cuda":
-        pytest.skip(f"the extension is missing: {ops.extension_missing_reason()}")
-    torch.manual_seed(0)
 
 
 def make_inputs(batch=2, tokens=40, width=256, rows=(1, 1, 1), kind=torch.bfloat16, modulation=torch.float32):

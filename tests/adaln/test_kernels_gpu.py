@@ -15,7 +15,7 @@ from support.adaln_cases import (
 
 from adaptiveload_hf.adaln import ops, reference
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_kernels")]
 
 DEVICE = "cuda"
 WIDTHS = (8, 17, 1152, 1536, 2240, 2432, 3072, 5120, 6144, 8192)
@@ -27,13 +27,6 @@ DTYPES = [  # x, modulation
 ]
 # Sums over rows and columns in float32, which ours and eager's both are; one rounding of an output is below 1.5 times.
 FLOOR = 2e-6
-
-
-@pytest.fixture(autouse=True)
-def _seed_and_extension():
-    if ops.kernel_backend(DEVICE) != "cuda":
-        pytest.skip(f"the extension is missing: {ops.extension_missing_reason()}")
-    torch.manual_seed(0)
 
 
 def check_norm(inputs, **options):

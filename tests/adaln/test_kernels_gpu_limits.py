@@ -9,16 +9,9 @@ from support.adaln_cases import in_float64, make_columns, make_modulation, make_
 
 from adaptiveload_hf.adaln import ops, reference
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_kernels")]
 
 DEVICE = "cuda"
-
-
-@pytest.fixture(autouse=True)
-def _seed_and_extension():
-    if ops.kernel_backend(DEVICE) != "cuda":
-        pytest.skip(f"the extension is missing: {ops.extension_missing_reason()}")
-    torch.manual_seed(0)
 
 
 def make_inputs(batch=2, tokens=40, width=256, rows=1):

@@ -15,18 +15,11 @@ from support.adaln_cases import (
 
 from adaptiveload_hf.adaln import ops, reference
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_kernels")]
 
 DEVICE = "cuda"
 FLOOR = 2e-6  # sums in float32, which ours and eager's both are
 WIDTHS = (8, 17, 1536, 2240, 2432, 4096, 5120, 8192)
-
-
-@pytest.fixture(autouse=True)
-def _seed_and_extension():
-    if ops.kernel_backend(DEVICE) != "cuda":
-        pytest.skip(f"the extension is missing: {ops.extension_missing_reason()}")
-    torch.manual_seed(0)
 
 
 def make_inputs(

@@ -7,18 +7,11 @@ from support.adaln_cases import assert_as_close_as_eager, in_float64, make_colum
 
 from adaptiveload_hf.adaln import ops, reference
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_kernels")]
 
 DEVICE = "cuda"
 EPS = 1e-6
 FLOORS = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
-
-
-@pytest.fixture(autouse=True)
-def _seed_and_extension():
-    if ops.kernel_backend(DEVICE) != "cuda":
-        pytest.skip(f"the extension is missing: {ops.extension_missing_reason()}")
-    torch.manual_seed(0)
 
 
 def make_tables(tokens, head_width, batch=1, dtype=torch.float32):

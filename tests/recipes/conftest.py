@@ -1,8 +1,9 @@
-"""Puts recipes/ on the path, as running a recipe does, and shares tiny pipelines among its tests."""
+"""Puts recipes/ on the path, as running a recipe does, and shares tiny pipelines and data among its tests."""
 
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,3 +25,18 @@ def small_pipeline(tiny_pipeline, tmp_path_factory) -> Path:
     folder = shutil.copytree(tiny_pipeline, tmp_path_factory.mktemp("small_wan"), dirs_exist_ok=True)
     save_small_transformer(folder / "transformer")
     return folder
+
+
+@pytest.fixture(scope="module")
+def setup(small_pipeline, tmp_path_factory) -> SimpleNamespace:
+    """What a trainer is given: a pipeline, a prepared dataset of COUNTS, its bucket config, and a folder for runs."""
+    from support.prepared import save_config, save_prepared
+    from support.train_ranks import COUNTS
+
+    folder = tmp_path_factory.mktemp("training")
+    return SimpleNamespace(
+        pipeline=small_pipeline,
+        dataset=save_prepared(folder / "prepared", COUNTS),
+        config=save_config(folder / "config", COUNTS),
+        folder=folder,
+    )

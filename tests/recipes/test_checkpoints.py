@@ -11,7 +11,7 @@ import pytest
 import torch.distributed.checkpoint
 from checkpoints import keep_metrics_until
 from support.full_disk import files_of_at_most
-from support.prepared import save_config, save_prepared
+from support.prepared import save_prepared
 from support.train_ranks import COUNTS, save_small_transformer, train_here
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -21,14 +21,8 @@ LATEST = ("--resume_from_checkpoint", "latest")
 
 
 @pytest.fixture(scope="module")
-def setup(small_pipeline, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoints")
-    setup = SimpleNamespace(
-        pipeline=small_pipeline,
-        dataset=save_prepared(folder / "prepared", COUNTS),
-        config=save_config(folder / "config", COUNTS),
-        run=folder / "run",
-    )
+def setup(setup):
+    setup.run = setup.folder / "run"
     train_here(setup, setup.run, max_train_steps=2, checkpointing_steps=1)
     return setup
 

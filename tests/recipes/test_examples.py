@@ -4,14 +4,12 @@ import re
 import runpy
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from support.accelerators import FSDP2, fresh_accelerate
 from support.caches import save_musubi
-from support.prepared import save_config, save_prepared
-from support.train_ranks import COUNTS
+from support.prepared import save_config
 from support.worlds import on_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "recipes" / "examples"
@@ -29,16 +27,6 @@ def run(monkeypatch, capsys):
         return capsys.readouterr().out
 
     return run
-
-
-@pytest.fixture(scope="module")
-def setup(tmp_path_factory, small_pipeline):
-    folder = tmp_path_factory.mktemp("examples")
-    return SimpleNamespace(
-        pipeline=small_pipeline,
-        dataset=save_prepared(folder / "prepared", COUNTS),
-        config=save_config(folder / "config", COUNTS),
-    )
 
 
 def _run_loop(*words):

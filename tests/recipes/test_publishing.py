@@ -1,23 +1,10 @@
 """Does a finished run reach the Hub with a card that the Hub takes, and lose nothing where it does not?"""
 
-from types import SimpleNamespace
-
 import pytest
 from support.hub_server import OWNER, READ_TOKEN, WRITE_TOKEN, visited_hub
-from support.prepared import save_config, save_prepared
-from support.train_ranks import COUNTS, train_here
+from support.train_ranks import train_here
 
 from adaptiveload_hf import UserError
-
-
-@pytest.fixture(scope="module")
-def setup(small_pipeline, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("publishing")
-    return SimpleNamespace(
-        pipeline=small_pipeline,
-        dataset=save_prepared(folder / "prepared", COUNTS),
-        config=save_config(folder / "config", COUNTS),
-    )
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 from support.accelerators import FSDP2, free_port
 from support.launch import ROOT, command_of, environment_of, launch
-from support.prepared import save_config, save_prepared
+from support.prepared import save_prepared
 from support.train_ranks import (
     COUNTS,
     arguments,
@@ -35,17 +35,6 @@ RECIPE = ROOT / "recipes" / "train_wan.py"
 LATEST = ("--resume_from_checkpoint", "latest")
 
 pytestmark = pytest.mark.distributed
-
-
-@pytest.fixture(scope="module")
-def setup(small_pipeline, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    return SimpleNamespace(
-        pipeline=small_pipeline,
-        dataset=save_prepared(folder / "prepared", COUNTS),
-        config=save_config(folder / "config", COUNTS),
-        folder=folder,
-    )
 
 
 @pytest.fixture(scope="module")

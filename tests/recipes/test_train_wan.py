@@ -22,17 +22,6 @@ from adaptiveload_hf.buckets.training_log import read_training_log
 
 
 @pytest.fixture(scope="module")
-def setup(small_pipeline, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("train")
-    return SimpleNamespace(
-        pipeline=small_pipeline,
-        dataset=save_prepared(folder / "prepared", COUNTS),
-        config=save_config(folder / "config", COUNTS),
-        folder=folder,
-    )
-
-
-@pytest.fixture(scope="module")
 def straight(setup):
     """14 optimizer steps, over the end of the first epoch, with a checkpoint every other step and a tracker."""
     run = setup.folder / "straight"
