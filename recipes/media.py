@@ -30,12 +30,19 @@ BACKGROUND = "white"  # what shows through transparent pixels
 # Matroska and WebM round timestamps to milliseconds, so two frames of equal time may differ by one.
 TIME_TOLERANCE = Fraction(1, 1000)
 HDR_TRANSFERS = {16: "PQ", 18: "HLG"}
-QUARTER_TURNS = {
-    0: None,
-    90: Image.Transpose.ROTATE_90,
-    180: Image.Transpose.ROTATE_180,
-    270: Image.Transpose.ROTATE_270,
+# What a display matrix ((a, b), (c, d)) does: the pixel at (x, y) is shown at (a x + c y, b x + d y), y downwards.
+TURNS = {
+    ((1, 0), (0, 1)): None,
+    ((0, -1), (1, 0)): Image.Transpose.ROTATE_90,
+    ((-1, 0), (0, -1)): Image.Transpose.ROTATE_180,
+    ((0, 1), (-1, 0)): Image.Transpose.ROTATE_270,
+    ((-1, 0), (0, 1)): Image.Transpose.FLIP_LEFT_RIGHT,
+    ((1, 0), (0, -1)): Image.Transpose.FLIP_TOP_BOTTOM,
+    ((0, 1), (1, 0)): Image.Transpose.TRANSPOSE,
+    ((0, -1), (-1, 0)): Image.Transpose.TRANSVERSE,
 }
+# FFmpeg's own decoders of these pass over the second picture of a WebM, its transparency.
+ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
 
 
 # Pillow's plugins raise any of these on damaged files, so only lines that call nothing but Pillow are guarded so.
@@ -285,8 +292,9 @@ def _clip_frames(path: Path):
         end = max((entry.pos + entry.size for entry in stream.index_entries), default=0)
         if end > path.stat().st_size:
             raise UserError(f"it is cut short: its index needs {end} bytes, but it has {path.stat().st_size}")
+        decoder = _decoder(stream)
         for packet in container.demux(stream):
-            frames = packet.decode()
+            frames = decoder.decode(packet)
             if packet.is_corrupt or any(frame.is_corrupt or frame.pts is None for frame in frames):
                 raise UserError("it is damaged or cut short: a packet or frame of it is not whole, or has no time")
             for frame in frames:
@@ -301,22 +309,41 @@ def _video_stream(container):
         raise UserError("it has no video" + (", only sound" if container.streams.audio else ""))
     if streams[0].codec_context is None:
         raise UserError("it is damaged, or FFmpeg has no decoder for its codec")
-    # With several threads FFmpeg fills damaged areas of H.264 by guessing and, now and then or always, says nothing.
-    streams[0].codec_context.thread_count = 1
     return streams[0]
+
+
+def _decoder(stream) -> av.CodecContext:
+    decoder, name = stream.codec_context, stream.codec_context.name
+    if stream.metadata.get("alpha_mode") == "1" and name in ALPHA_DECODERS:
+        decoder = av.CodecContext.create(ALPHA_DECODERS[name], "r")
+    # With several threads FFmpeg fills damaged areas of H.264 by guessing and, now and then or always, says nothing.
+    decoder.thread_count = 1
+    return decoder
 
 
 def _upright(frame: av.VideoFrame) -> Image.Image:
     if frame.color_trc in HDR_TRANSFERS:
         raise UserError(f"it is HDR ({HDR_TRANSFERS[frame.color_trc]}); convert it to SDR")
-    if frame.rotation % 360 not in QUARTER_TURNS:
-        raise UserError(f"it is to be shown turned by {frame.rotation} degrees; re-encode it upright")
+    turn = _turn(frame)
     transparent = any(component.is_alpha for component in frame.format.components)
     with _ffmpeg_errors():
         pixels = frame.to_ndarray(format="rgba" if transparent else "rgb24")
-    turn = QUARTER_TURNS[frame.rotation % 360]
     picture = to_rgb(Image.fromarray(pixels))
     return picture if turn is None else picture.transpose(turn)
+
+
+def _turn(frame: av.VideoFrame) -> Image.Transpose | None:
+    """How the frame is turned or mirrored to be shown; `frame.rotation` takes a mirrored one for upside down."""
+    stored = frame.side_data.get("DISPLAYMATRIX")
+    if stored is None:
+        return None
+    matrix = np.frombuffer(stored, np.int32).reshape(3, 3)[:2, :2]
+    # Some files scale by it too; what the bucket's size leaves of that is in the pixels' aspect.
+    scaled = matrix / np.abs(matrix).max(axis=1, keepdims=True)
+    shown = tuple(tuple(row) for row in scaled.round(2).tolist())
+    if shown not in TURNS:
+        raise UserError(f"it is to be shown turned by {frame.rotation} degrees; re-encode it upright")
+    return TURNS[shown]
 
 
 @contextmanager

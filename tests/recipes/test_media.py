@@ -143,16 +143,6 @@ def test_wide_pixels_are_shown_wide(tmp_path):
     assert np.array_equal(middle[0], np.asarray(expected))
 
 
-def test_a_clip_filmed_upright_is_turned_upright(tmp_path):
-    scene = np.zeros((32, 64, 3), np.uint8)
-    scene[:, :16] = 255
-    path = write_clip(tmp_path / "a.mp4", [scene] * 5, stream_setup=lambda stream: stream.set_display_rotation(90))
-    footage = media.look(path, FPS, 5)
-    assert (footage.shown_height, footage.shown_width) == (64, 32)
-    upright = media.read(path, footage, media.Bucket(5, 64, 32))[0].astype(int)
-    assert np.abs(upright - np.rot90(scene).astype(int)).max() < 30  # white at the bottom
-
-
 def test_a_turned_clip_of_wide_pixels_has_high_pixels(tmp_path):
     def turned_and_wide(stream):
         stream.codec_context.sample_aspect_ratio = Fraction(2)

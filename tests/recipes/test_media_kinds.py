@@ -142,6 +142,42 @@ def test_hdr_is_refused_because_its_tones_would_be_wrong(tmp_path, transfer, nam
     assert refusal(path) == f"it is HDR ({name}); convert it to SDR"
 
 
+@pytest.mark.parametrize("codec", ["libvpx", "libvpx-vp9"])
+def test_what_is_under_the_transparency_of_a_webm_never_shows(tmp_path, codec):
+    path = tmp_path / "a.webm"
+    with av.open(str(path), "w") as output:
+        stream = output.add_stream(codec, rate=FPS, options={"auto-alt-ref": "0"})
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuva420p"
+        for index in range(5):
+            pixels = np.zeros((48, 64, 4), np.uint8)
+            pixels[..., 0], pixels[:, :32, 3] = 255, 255  # red, and on the right wholly transparent
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgba")
+            frame.pts, frame.time_base = index, 1 / FPS
+            output.mux(stream.encode(frame))
+        output.mux(stream.encode())
+    footage = media.look(path, FPS, 9)
+    assert footage.source_frames == (0, 1, 2, 3, 4)
+    sample = media.read(path, footage, media.Bucket(5, 48, 64)).astype(int)
+    assert np.abs(sample[:, :, 8:24] - [255, 0, 0]).max() < 8
+    assert (sample[:, :, 40:56] > 250).all()
+
+
+@pytest.mark.parametrize("degrees", [0, 90, 180, 270])
+@pytest.mark.parametrize("flip", [None, "hflip", "vflip"])
+def test_a_clip_that_is_to_be_shown_turned_or_mirrored_is(tmp_path, degrees, flip):
+    scene = np.zeros((32, 64, 3), np.uint8)
+    scene[:16, :32] = 255
+    turn = dict.fromkeys(filter(None, [flip]), True)
+    path = write_clip(
+        tmp_path / "a.mp4", [scene] * 5, stream_setup=lambda stream: stream.set_display_rotation(degrees, **turn)
+    )
+    mirror = {None: lambda shown: shown, "hflip": np.fliplr, "vflip": np.flipud}[flip]
+    expected = mirror(np.rot90(scene, degrees // 90)).astype(int)
+    footage = media.look(path, FPS, 5)
+    assert (footage.shown_height, footage.shown_width) == expected.shape[:2]
+    assert np.abs(media.read(path, footage, media.Bucket(5, *expected.shape[:2]))[0] - expected).max() < 60
+
+
 def test_a_clip_that_is_to_be_shown_askew_is_refused(tmp_path):
     path = write_clip(tmp_path / "a.mp4", moving_bar(5), stream_setup=lambda stream: stream.set_display_rotation(45))
     assert refusal(path) == "it is to be shown turned by 45 degrees; re-encode it upright"
