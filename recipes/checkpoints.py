@@ -15,8 +15,8 @@ from pathlib import Path
 import xxhash
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
-from lora import plain_name
 from stopping import resume_command
+from wrapped_model import plain_name
 
 from adaptiveload_hf import UserError
 from adaptiveload_hf.preflight import WRITE_ERRORS, write_problem

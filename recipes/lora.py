@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from diffusers.training_utils import cast_training_params
 from training_arguments import at_least
+from wrapped_model import plain_name, unwrapped, whole_state_dict
 
 from adaptiveload_hf import UserError
 
@@ -65,14 +66,14 @@ def leave_frozen_out(model) -> None:
     So checkpoints hold and restore the adapter alone.
 
     Args:
-        model: unwrapped, after `accelerator.prepare`, which reads the whole state_dict itself.
+        model: from `unwrapped`, after `accelerator.prepare`, which reads the whole state_dict itself.
     """
     frozen = {plain_name(name) for name, parameter in model.named_parameters() if not parameter.requires_grad}
     frozen |= {plain_name(name) for name, _ in model.named_buffers()}
 
     def drop(module, state_dict, prefix, local_metadata):
-        for name in frozen:
-            state_dict.pop(prefix + name, None)
+        for key in [key for key in state_dict if plain_name(key.removeprefix(prefix)) in frozen]:
+            del state_dict[key]
 
     def expect(module, incompatible):
         incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if plain_name(key) not in frozen]
@@ -81,21 +82,15 @@ def leave_frozen_out(model) -> None:
     model.register_load_state_dict_post_hook(expect)
 
 
-def plain_name(name: str) -> str:
-    """A parameter's name without what DDP and activation checkpointing add to it."""
-    return name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "")
-
-
 def save_lora(accelerator: Accelerator, model, pipeline_class, folder: Path) -> None:
     """Saves the adapter as `pipeline.load_lora_weights(folder)` loads it."""
-    state_dict = accelerator.get_state_dict(model)  # gathers: all ranks take part
+    state_dict = whole_state_dict(accelerator, model)
     if accelerator.is_main_process:
-        unwrapped = accelerator.unwrap_model(model)
         # peft's own function finds nothing in blocks that activation checkpointing has wrapped, and says nothing.
         layers = {name.replace(".default.", "."): value.cpu() for name, value in state_dict.items() if "lora_" in name}
         pipeline_class.save_lora_weights(
             folder,
             transformer_lora_layers=layers,
-            transformer_lora_adapter_metadata=unwrapped.peft_config["default"].to_dict(),
+            transformer_lora_adapter_metadata=unwrapped(accelerator, model).peft_config["default"].to_dict(),
         )
         print(f"the trained LoRA is {folder}/pytorch_lora_weights.safetensors", file=sys.stderr, flush=True)

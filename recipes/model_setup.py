@@ -17,6 +17,7 @@ from diffusers.optimization import get_scheduler
 from lora import add_lora, leave_frozen_out, save_lora
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
+from wrapped_model import unwrapped, whole_state_dict
 
 from adaptiveload_hf import UserError, patch_model
 from adaptiveload_hf.buckets.ranks import compare_ranks
@@ -139,7 +140,7 @@ def prepare_training(accelerator: Accelerator, args, transformer, num_training_s
     compare_ranks({"transformer": _digest(transformer)})
     model, optimizer, scheduler = accelerator.prepare(transformer, optimizer, scheduler)
     if args.rank is not None:
-        leave_frozen_out(accelerator.unwrap_model(model))
+        leave_frozen_out(unwrapped(accelerator, model))
     return model, optimizer, scheduler
 
 
@@ -168,13 +169,13 @@ def save_result(accelerator: Accelerator, args, model, pipeline_class, subfolder
 
 def save_transformer(accelerator: Accelerator, model, folder: Path) -> None:
     """Saves the whole transformer in float32, as `from_pretrained(folder)` of its class loads it."""
-    state_dict = accelerator.get_state_dict(model)  # gathers: all ranks take part
+    state_dict = whole_state_dict(accelerator, model)
     if accelerator.is_main_process:
-        unwrapped = accelerator.unwrap_model(model)
+        trained = unwrapped(accelerator, model)
         # FSDP2 gives the model a class of its own, made of the original one.
-        model_class = next(c for c in type(unwrapped).__mro__ if c.__module__.startswith("diffusers."))
+        model_class = next(c for c in type(trained).__mro__ if c.__module__.startswith("diffusers."))
         with init_empty_weights():
-            transformer = model_class.from_config(unwrapped.config)
+            transformer = model_class.from_config(trained.config)
         transformer.load_state_dict(state_dict, assign=True)
         transformer.save_pretrained(folder)
         print(f"the trained transformer is in {folder}", file=sys.stderr, flush=True)

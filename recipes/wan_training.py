@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from data_setup import check_widths
 from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
 from model_setup import load_index, load_part
+from wrapped_model import unwrapped
 
 from adaptiveload_hf import TokenGeometry, UserError
 from adaptiveload_hf.distributed import model_input_dtype
@@ -125,7 +126,7 @@ def make_predict(accelerator: Accelerator, model, variant: WanVariant, first_fra
         model: prepared.
         first_frame_given: the first latent frame of clips is the batch's own, at timestep 0.
     """
-    dtype, config = model_input_dtype(accelerator), accelerator.unwrap_model(model).config
+    dtype, config = model_input_dtype(accelerator), unwrapped(accelerator, model).config
 
     def predict(noisy: torch.Tensor, timestep: torch.Tensor, batch: dict) -> torch.Tensor:
         given = first_frame_given and noisy.shape[2] > 1

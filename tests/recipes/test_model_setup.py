@@ -13,11 +13,13 @@ from model_setup import (
     load_transformer,
     prepare_training,
     refuse_unsafe_sharding,
+    save_result,
 )
+from safetensors.torch import load_file
 from support.accelerators import FSDP2, fresh_accelerate, one_rank
 from support.recipe_arguments import parse
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from wan_training import MODEL_CLASS
+from wan_training import MODEL_CLASS, PIPELINE_CLASS
 
 from adaptiveload_hf import UserError, make_accelerator
 
@@ -95,6 +97,30 @@ def test_under_bf16_a_lora_is_trained_in_float32_and_its_base_stays_in_bf16(smal
     assert len(trained) == held == 2 * 2 * 2 * 4  # blocks, attentions, A and B, targets
     assert set(trained.values()) == {torch.float32}
     assert frozen["blocks.0.attn1.to_q.base_layer.weight"] == frozen["blocks.1.ffn.net.2.weight"] == torch.bfloat16
+
+
+@pytest.mark.parametrize("regional", ["false", "true"])
+@pytest.mark.parametrize("launch", [{"ACCELERATE_USE_CPU": "true"}, one_rank(**FSDP2)], ids=["single", "fsdp2"])
+def test_what_a_compiled_run_saves_is_named_as_what_any_other_saves(small_pipeline, tmp_path, launch, regional):
+    compiled = {"ACCELERATE_DYNAMO_BACKEND": "eager", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": regional}
+    for kind in ("whole", "lora"):
+        args = parse(small_pipeline, *(["--rank", 2] if kind == "lora" else []))
+        args.output_dir = tmp_path / kind
+        with fresh_accelerate(**launch, **compiled):
+            accelerator = make_accelerator()
+            model, _, _ = prepared(accelerator, args)
+            save_result(accelerator, args, model, PIPELINE_CLASS, "transformer")
+            if kind == "lora":  # the adapter alone is in a checkpoint
+                assert all("lora_" in name for name in accelerator.get_state_dict(model))
+    trained = WanTransformer3DModel.from_pretrained(tmp_path / "whole" / "transformer")
+    original = WanTransformer3DModel.from_pretrained(small_pipeline, subfolder="transformer")
+    assert all(torch.equal(a, b) for a, b in zip(trained.parameters(), original.parameters(), strict=True))
+    adapter = load_file(tmp_path / "lora" / "pytorch_lora_weights.safetensors")
+    linear = {
+        f"transformer.{name}" for name, module in original.named_modules() if isinstance(module, torch.nn.Linear)
+    }
+    assert len(adapter) == 2 * 2 * 2 * 4
+    assert {name.rpartition(".lora_")[0] for name in adapter} <= linear
 
 
 def test_lora_targets_that_are_not_there_are_refused(small_pipeline):
