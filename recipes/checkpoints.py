@@ -74,8 +74,8 @@ def _choose(output_dir: Path, wanted: str | None) -> str | None:
         later = [present[step].name for step in present if step > steps.get(path.resolve(), math.inf)]
         if later:
             print(
-                f"going on from {path.name}, though {output_dir} holds {', '.join(later)} of later steps, which "
-                "'latest' means until this run has written its own of those steps",
+                f"going on from {path.name}, though {output_dir} holds {', '.join(later)} of later steps. The first "
+                "checkpoint of this run renames them outdated-..., or with --checkpoints_total_limit removes them",
                 file=sys.stderr,
             )
         return str(path)
@@ -285,14 +285,23 @@ def save_checkpoint(accelerator: Accelerator, model, output_dir: Path, step: int
             contents = {"step": step, "files": files, "trained": _trained(model), "settings": _settings(args)}
             (partial / CONTENTS).write_text(json.dumps(contents, indent=1))
     if accelerator.is_main_process:
-        if whole.exists():  # of a run that was resumed from further back
-            _remove(whole)
+        _retire_later(output_dir, step, args.checkpoints_total_limit)
         os.replace(partial, whole)
         present = checkpoints_in(output_dir)
         limit = args.checkpoints_total_limit
         for old in sorted(present)[: -limit if limit else 0]:
             _remove(present[old])
     accelerator.wait_for_everyone()
+
+
+def _retire_later(output_dir: Path, step: int, limit: int | None) -> None:
+    """Of a run that this one went on from further back: they would be `latest`, and rotation would spare them."""
+    for other, checkpoint in checkpoints_in(output_dir).items():
+        if other >= step:
+            outdated = checkpoint.with_name(f"outdated-{checkpoint.name}")
+            if outdated.exists():
+                shutil.rmtree(outdated)
+            _remove(checkpoint) if limit or other == step else os.replace(checkpoint, outdated)
 
 
 def _remove(checkpoint: Path) -> None:

@@ -155,11 +155,22 @@ def test_a_result_that_cannot_be_written_is_made_later_from_the_last_checkpoint(
 def test_going_on_from_an_earlier_checkpoint_says_which_later_ones_are_there(setup, run, capsys):
     train_here(setup, run, "--resume_from_checkpoint", "checkpoint-1", max_train_steps=1)
     assert "going on from checkpoint-1, though" in (said := capsys.readouterr().err)
-    assert "holds checkpoint-2 of later steps, which 'latest' means" in said
+    assert "holds checkpoint-2 of later steps. The first checkpoint of this run renames them" in said
     train_here(setup, run, "--resume_from_checkpoint", run / "checkpoint-2", max_train_steps=2)
     assert "of later steps" not in capsys.readouterr().err
     train_here(setup, run, "--resume_from_checkpoint", "checkpoint-1", max_train_steps=2)  # takes checkpoint-2's place
     assert list(checkpoints.checkpoints_in(run)) == [1, 2]
+
+
+@pytest.mark.parametrize("limit", [(), ("--checkpoints_total_limit", 2)])
+def test_a_run_that_goes_back_keeps_its_own_checkpoints_and_latest_means_them(setup, run, limit):
+    for later in (5, 6):
+        shutil.copytree(run / "checkpoint-2", run / f"checkpoint-{later}")
+    back = ("--resume_from_checkpoint", "checkpoint-1", *limit)
+    train_here(setup, run, *back, max_train_steps=2, checkpointing_steps=1)
+    assert list(checkpoints.checkpoints_in(run)) == [1, 2]
+    outdated = sorted(path.name for path in run.glob("outdated-*"))
+    assert outdated == ([] if limit else ["outdated-checkpoint-5", "outdated-checkpoint-6"])
 
 
 def test_a_removal_that_is_killed_leaves_nothing_that_looks_like_a_checkpoint(run, monkeypatch):
