@@ -154,8 +154,8 @@ def read_shapes(dataset: Any) -> BucketIndex:
     if columns is None or "latent_shape" not in columns:
         raise UserError(
             f"Expected a datasets.Dataset with the column 'latent_shape' ([C, F, H, W]), but found "
-            f"{columns or type(dataset).__name__}. Prepare it with recipes/prepare_dataset.py, load a cache with "
-            "buckets.sources, or give the shapes yourself (shapes=...)."
+            f"{columns or type(dataset).__name__}. Take load_prepared(FOLDER) for what recipes/prepare_dataset.py "
+            "wrote, load_latent_folder or load_tar_shards for a cache, or give the shapes yourself (shapes=...)."
         )
     if len(dataset) == 0:
         return index_shapes(np.empty((0, 3)))

@@ -90,7 +90,7 @@ def test_no_other_column_is_decoded(tmp_path):
 
 
 def test_a_dataset_without_shapes_is_refused():
-    with pytest.raises(UserError, match="column 'latent_shape'"):
+    with pytest.raises(UserError, match=r"column 'latent_shape'.*load_prepared\(FOLDER\)"):
         read_shapes(datasets.Dataset.from_dict({"caption": ["a"]}))
     with pytest.raises(UserError, match="found list"):
         read_shapes([1, 2])
