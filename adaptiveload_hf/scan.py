@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .buckets.shapes import LatentShape, read_shapes, shape_counts
 from .buckets.sources import load_latent_folder, load_prepared, load_tar_shards
@@ -16,8 +17,9 @@ from .hub import is_hub_id, read_dataset_column
 # Frames and pixels that one latent stands for, by the latent's channels: LTX, Wan 2.2 TI2V-5B, Mochi; else (4, 8).
 _VAE_SCALES = {128: (8, 32), 48: (4, 16), 12: (6, 8)}
 _USUAL_SCALE = (4, 8)
-_STILLS = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif"}
-_CLIPS = {".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".flv", ".wmv", ".ogv"}
+STILL_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif"}
+CLIP_SUFFIXES = {".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".flv", ".wmv", ".ogv"}
+CLIP_SUFFIXES |= {".3gp", ".mts", ".m2ts"}  # of telephones and camcorders
 _LATENTS = {".safetensors", ".pt"}
 _LONGEST_CLIP = 81  # frames: what Wan is trained on
 _PIXEL_STEP = 16
@@ -71,7 +73,7 @@ def scan(source: str | Path, *, fps: float = 16.0) -> Scan:
         return _of_table("tar shards", *load_tar_shards(path, **options))
     if _LATENTS & suffixes.keys():
         return _of_table("latent files", *load_latent_folder(path, **options))
-    if (_STILLS | _CLIPS) & suffixes.keys():
+    if (STILL_SUFFIXES | CLIP_SUFFIXES) & suffixes.keys():
         return _of_media(path, fps)
     found = ", ".join(f"{count} {suffix or 'without a suffix'}" for suffix, count in suffixes.most_common(5))
     raise UserError(
@@ -95,6 +97,19 @@ def _files(root: Path, refuse=lambda path, words: None):
         yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
 
 
+def open_clip(path: Path, options: dict | None = None) -> Any:
+    """`av.open` of a clip, whatever encoding its title is in.
+
+    Args:
+        options: FFmpeg's.
+    """
+    import av
+
+    # Before 19 PyAV reads metadata at once, as strict UTF-8 unless told otherwise; from 19 on it cannot be told.
+    lenient = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
+    return av.open(str(path), options=options, **lenient)
+
+
 def _suffixes(root: Path) -> Counter:
     return Counter(path.suffix.lower() for path in _files(root))
 
@@ -112,12 +127,12 @@ def _of_media(root: Path, fps: float) -> Scan:
     def refuse(path, words):
         problems.append(f"{path.relative_to(root)}: {words}")
 
-    files = [path for path in _files(root, refuse) if path.suffix.lower() in _STILLS | _CLIPS]
+    files = [path for path in _files(root, refuse) if path.suffix.lower() in STILL_SUFFIXES | CLIP_SUFFIXES]
     for path in tqdm(files, desc="reading headers", unit="file", leave=False, disable=None):
         try:
             if not path.is_file():  # a named pipe would be waited for
                 raise UserError("it is no file")
-            size = _still_size(path, Image) if path.suffix.lower() in _STILLS else _clip_size(path, av, fps)
+            size = _still_size(path, Image) if path.suffix.lower() in STILL_SUFFIXES else _clip_size(path, fps)
             counts[_nearest_shape(*size)] += 1
         except (OSError, SyntaxError, ValueError, av.FFmpegError, Image.DecompressionBombError) as error:
             words = getattr(error, "strerror", None) or str(error)  # without the number and the path
@@ -135,9 +150,9 @@ def _still_size(path: Path, image) -> tuple[int, int, int]:
         return (1, width, height) if turned else (1, height, width)
 
 
-def _clip_size(path: Path, av, fps: float) -> tuple[int, int, int]:
+def _clip_size(path: Path, fps: float) -> tuple[int, int, int]:
     """(frames at fps, height, width) as shown."""
-    with av.open(str(path), metadata_errors="replace") as container:
+    with open_clip(path) as container:
         if not container.streams.video:
             raise UserError("it has no video")
         stream = container.streams.video[0]

@@ -7,11 +7,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from media import CLIP_SUFFIXES, STILL_SUFFIXES
 from metadata_rows import METADATA, read_rows
 from tqdm import tqdm
 
 from adaptiveload_hf.errors import UserError
+from adaptiveload_hf.scan import CLIP_SUFFIXES, STILL_SUFFIXES
 
 
 @dataclass

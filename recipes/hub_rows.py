@@ -5,10 +5,10 @@ from pathlib import Path
 
 import datasets
 from data_folder import Listing
-from media import CLIP_SUFFIXES, STILL_SUFFIXES
 from tqdm import tqdm
 
 from adaptiveload_hf.errors import UserError
+from adaptiveload_hf.scan import CLIP_SUFFIXES, STILL_SUFFIXES
 
 
 def unpack_dataset(

@@ -14,15 +14,13 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from resolution_buckets import Bucket, Footage
 
 from adaptiveload_hf.errors import UserError
+from adaptiveload_hf.scan import STILL_SUFFIXES, open_clip
 
 try:
     import av
 except ImportError:
     raise UserError("Reading clips needs PyAV. Install it: pip install av") from None
 
-STILL_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif"}
-CLIP_SUFFIXES = {".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".flv", ".wmv", ".ogv"}
-CLIP_SUFFIXES |= {".3gp", ".mts", ".m2ts"}  # of telephones and camcorders
 # Playlist formats are left out: a file of theirs would have FFmpeg read other files, outside the data root too.
 CLIP_FORMATS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg"
 ANIMATED_FORMATS = {"GIF", "WEBP", "PNG", "AVIF"}
@@ -287,7 +285,7 @@ def _still_frames(path: Path):
 
 def _clip_frames(path: Path):
     options = {"format_whitelist": CLIP_FORMATS}
-    with _ffmpeg_errors(), av.open(str(path.resolve()), metadata_errors="replace", options=options) as container:
+    with _ffmpeg_errors(), open_clip(path.resolve(), options) as container:
         stream = _video_stream(container)
         end = max((entry.pos + entry.size for entry in stream.index_entries), default=0)
         if end > path.stat().st_size:

@@ -87,7 +87,7 @@ def test_clips_and_pictures_are_counted_as_they_are_shown_and_the_next_command_p
     (folder / ".hidden").mkdir(parents=True)
     clip = write_clip(folder / "a.mp4", moving_bar(33, 48, 80), rate=16)
     remux(clip, folder / "b.mkv")
-    write_clip(folder / "slow.mp4", moving_bar(17, 48, 80), rate=8)
+    write_clip(folder / "slow.MTS", moving_bar(17, 48, 80), rate=8)
     Image.new("RGB", (80, 50)).save(folder / "c.PNG")
     turned = Image.Exif()
     turned[0x0112] = 6

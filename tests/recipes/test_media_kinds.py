@@ -142,6 +142,12 @@ def test_hdr_is_refused_because_its_tones_would_be_wrong(tmp_path, transfer, nam
     assert refusal(path) == f"it is HDR ({name}); convert it to SDR"
 
 
+def test_a_clip_whose_title_is_no_utf8_is_read(tmp_path):
+    path = remux(write_clip(tmp_path / "a.mp4", moving_bar(5)), tmp_path / "a.mkv", title="NAME")
+    path.write_bytes(path.read_bytes().replace(b"NAME", "Çäöü".encode("latin-1")))
+    assert media.look(path, FPS, 5).source_frames == (0, 1, 2, 3, 4)
+
+
 @pytest.mark.parametrize("codec", ["libvpx", "libvpx-vp9"])
 def test_what_is_under_the_transparency_of_a_webm_never_shows(tmp_path, codec):
     path = tmp_path / "a.webm"

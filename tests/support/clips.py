@@ -42,9 +42,10 @@ def write_clip(path, frames, rate=16, *, codec="libx264", times=None, container=
     return path
 
 
-def remux(source, path, container=None):
+def remux(source, path, container=None, **metadata):
     """Copies the packets of a clip into another file, container and all, without encoding them anew."""
     with av.open(str(source)) as original, av.open(str(path), "w", options=container or {}) as output:
+        output.metadata.update(metadata)
         stream = output.add_stream_from_template(original.streams.video[0])
         for packet in original.demux(original.streams.video[0]):
             if packet.dts is not None:
