@@ -24,6 +24,7 @@ LAYERS = [
         "adaln.adapters",
         "adaln.reference",
         "adaln.effects",
+        "adaln.inlining",
         "buckets.collate",
         "buckets.cost",
         "buckets.latent_files",

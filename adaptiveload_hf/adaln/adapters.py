@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import nn
 
 from ..errors import UserError
-from .source import FunctionSource, LeftEager, running_source, undecorated
+from .source import FunctionSource, LeftEager, reparsed, running_source, undecorated
 
 _ADAPTERS: dict[str, list["Adapter"]] = {}
 
@@ -104,11 +104,9 @@ def adapted(source: FunctionSource, adapter: Adapter) -> FunctionSource:
             )
         block, begin, end = places[0]
         block[begin:end] = _statements(new)
-    # Positions in the edited text order its expressions.
-    tree = ast.parse(ast.unparse(ast.fix_missing_locations(source.tree))).body[0]
     # Tests of a source say nothing about its edits.
     digest = hashlib.sha256(f"{source.digest} {adapter.edits}".encode()).hexdigest()[:16]
-    return dataclasses.replace(source, tree=tree, digest=digest)
+    return dataclasses.replace(source, tree=reparsed(source.tree), digest=digest)
 
 
 def _statements(text: str) -> list[ast.stmt]:

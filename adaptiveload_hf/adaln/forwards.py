@@ -13,6 +13,7 @@ from . import ops as fused_ops
 from . import reference
 from .adapters import Adapter, adapted, helpers_of
 from .first_call import Verdict, forward_of
+from .inlining import with_helpers
 from .patterns import Site
 from .rewrite import PREFIX, Rewriter
 from .runtime import NORM_OPS, FusedOps
@@ -118,12 +119,11 @@ class RewrittenForward:
     def _rewrite(self, verify: str) -> None:
         # First what the file shows, proven or not: a class without sites needs no proof and no place in the report.
         adapter = self._made_from[-1]
-        self.sites = self._rewriter(shown_source(self.original)).sites
+        self.sites = self._rewriter(self._with_helpers(shown_source(self.original))).sites
         if not self.sites and adapter is None:
             return
         source = running_source(undecorated(self.original))
-        if adapter is not None:
-            source = adapted(source, adapter)
+        source = self._with_helpers(source) if adapter is None else adapted(source, adapter)
         self.digest = source.digest
         rewriter = self._rewriter(source)
         self.sites = rewriter.sites
@@ -136,6 +136,13 @@ class RewrittenForward:
             )
             if verify != "never":
                 self.verdict = Verdict.TESTED if tested else Verdict.UNCHECKED
+
+    def _with_helpers(self, source: FunctionSource) -> FunctionSource:
+        norms = dict(self._made_from[1])
+        source, helpers = with_helpers(source, undecorated(self.original).__globals__, norms.__contains__)
+        read = tuple((name, function, False) for name, function in helpers)
+        self._helpers = helpers_of(self._made_from[0], self._made_from[-1]) + read
+        return source
 
     def _rewriter(self, source: FunctionSource) -> Rewriter:
         _, norms, decided, names, *_ = self._made_from

@@ -118,6 +118,11 @@ def decorated_as(function: object, inner: types.FunctionType) -> types.FunctionT
     return functools.update_wrapper(wrapper, inner)
 
 
+def reparsed(tree: ast.FunctionDef) -> ast.FunctionDef:
+    """An edited tree with the positions of its text, which order its expressions."""
+    return ast.parse(ast.unparse(ast.fix_missing_locations(tree))).body[0]
+
+
 def future_flags(function: types.FunctionType) -> int:
     """Compiler flags of the `from __future__ import ...` that a function was compiled under."""
     return function.__code__.co_flags & _FUTURE_FLAGS
