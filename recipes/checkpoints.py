@@ -15,7 +15,9 @@ from pathlib import Path
 import xxhash
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
+from accelerate.utils.constants import SCALER_NAME
 from stopping import resume_command
+from training_arguments import adam_options
 from wrapped_model import plain_name
 
 from adaptiveload_hf import UserError
@@ -129,10 +131,15 @@ def _check_kind(accelerator: Accelerator, checkpoint: Path) -> None:
     """Sharded checkpoints load on any number of ranks, but only where the model is sharded, and others only where not.
 
     Raises:
-        UserError: naming both kinds.
+        UserError: naming both kinds; or this run scales its loss, and that one did not.
     """
     written = "under FSDP2" if any(checkpoint.glob("pytorch_model_fsdp_0*")) else "without FSDP"
     now = "under FSDP2" if accelerator.distributed_type == DistributedType.FSDP else "without FSDP"
+    if accelerator.scaler is not None and not (checkpoint / SCALER_NAME).exists():
+        raise UserError(
+            f"{checkpoint} was not written in fp16 and has no scale of its loss, {SCALER_NAME}. Go on with the "
+            "--mixed_precision of that run, or begin another with its result."
+        )
     if written != now:
         raise UserError(
             f"{checkpoint} was written {written}, but this run is {now}. Launch with "
@@ -206,8 +213,8 @@ def _sizes(folder: Path) -> dict[str, int]:
     return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def load_checkpoint(accelerator: Accelerator, model, checkpoint: Path, args) -> None:
-    """Model, optimizer, schedule, loader and random numbers as they were saved.
+def load_checkpoint(accelerator: Accelerator, model, optimizer, scheduler, checkpoint: Path, args) -> None:
+    """Model, optimizer, schedule, loader and random numbers as they were saved; AdamW's options are those of `args`.
 
     Raises:
         UserError: it is one of another model, or of other trained weights of it, or of ones that mean something else.
@@ -233,6 +240,18 @@ def load_checkpoint(accelerator: Accelerator, model, checkpoint: Path, args) -> 
                 f"weights mean something else. Give the --{name} of that run, or another --output_dir."
             )
     accelerator.load_state(str(checkpoint))
+    _set_options(accelerator, optimizer, scheduler.scheduler, adam_options(args))
+
+
+def _set_options(accelerator: Accelerator, optimizer, schedule, options: dict) -> None:
+    """Replaces the checkpoint's learning rate and other options, which the optimizer and its schedule brought back."""
+    found = {**optimizer.param_groups[0], "lr": schedule.base_lrs[0]}
+    for name, value in options.items():
+        if found[name] != value and accelerator.is_main_process:
+            print(f"{name} {value} as given, not the checkpoint's {found[name]}", file=sys.stderr, flush=True)
+    schedule.base_lrs = [options["lr"] for _ in schedule.base_lrs]
+    for group, factor in zip(optimizer.param_groups, schedule.lr_lambdas, strict=True):
+        group.update(options, initial_lr=options["lr"], lr=options["lr"] * factor(schedule.last_epoch))
 
 
 def _trained(model) -> dict[str, list[int]]:

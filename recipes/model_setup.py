@@ -17,6 +17,7 @@ from diffusers.optimization import get_scheduler
 from lora import add_lora, leave_frozen_out, save_lora
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
+from training_arguments import adam_options
 from wrapped_model import unwrapped, whole_state_dict
 
 from adaptiveload_hf import UserError, patch_model
@@ -120,10 +121,7 @@ def prepare_training(accelerator: Accelerator, args, transformer, num_training_s
             print(report, file=sys.stderr)
     optimizer = torch.optim.AdamW(
         [parameter for parameter in transformer.parameters() if parameter.requires_grad],
-        lr=args.learning_rate,
-        betas=(args.adam_beta1, args.adam_beta2),
-        weight_decay=args.adam_weight_decay,
-        eps=args.adam_epsilon,
+        **adam_options(args),
         fused=True,  # torch's default needs memory for a copy of all weights (docs/training.md)
     )
     scheduler = get_scheduler("constant", optimizer)

@@ -89,7 +89,7 @@ def main():
 
 
 def train(accelerator, args):
-    check_arguments(args)
+    check_arguments(args, LORA_TARGET_MODULES)
     set_seed(args.seed)  # the same on all ranks: FSDP2 shards what each rank holds and broadcasts nothing
     output_dir = Path(args.output_dir)
     checkpoint = find_checkpoint(accelerator, output_dir, args.resume_from_checkpoint)
@@ -112,10 +112,10 @@ def train(accelerator, args):
     transformer = load_transformer(accelerator, MODEL_CLASS, args, variant.subfolder)
     model, optimizer, scheduler = prepare_training(accelerator, args, transformer, total_steps)
     if checkpoint is not None:
-        load_checkpoint(accelerator, model, checkpoint, args)
+        load_checkpoint(accelerator, model, optimizer, scheduler, checkpoint, args)
     model_facts, environment = describe_run(accelerator, args, MODEL_CLASS, transformer_config)
     if accelerator.is_main_process:
-        say_start(args, loader, scheduler, bucket_config.check_environment(environment, model_facts), total_steps)
+        say_start(args, loader, bucket_config.check_environment(environment, model_facts), total_steps)
         keep_metrics_until(output_dir / "metrics.jsonl", loader.global_step)
     init_trackers(accelerator, "train_wan", args)
 

@@ -54,18 +54,30 @@ def shape(word: str) -> LatentShape:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def check_arguments(args) -> None:
+def check_arguments(args, lora_target_modules: list[str]) -> None:
     """What argparse cannot see. A collective.
 
+    Args:
+        lora_target_modules: the family's, which are the default.
+
     Raises:
-        UserError: a tracker that is not installed, which accelerate would leave out without a word; an alpha without a
-            rank, with which all weights would be trained; or ranks that were started with other arguments, and would
-            wait for each other at a save or at the end.
+        UserError: a tracker that is not installed, which accelerate would leave out without a word; an option that
+            does nothing without another, such as an alpha without a rank, with which all weights would be trained; or
+            ranks that were started with other arguments, and would wait for each other at a save or at the end.
     """
-    if args.rank is None and args.lora_alpha is not None:
+    for name, default in {"lora_alpha": None, "lora_target_modules": lora_target_modules}.items():
+        if args.rank is None and getattr(args, name) != default:
+            raise UserError(
+                f"--{name} is for a LoRA, but without --rank all weights are trained. Add --rank, or leave it out."
+            )
+    if args.lr_warmup_steps and args.lr_scheduler == "constant":
         raise UserError(
-            f"--lora_alpha {args.lora_alpha:g} is for a LoRA, but without --rank all weights are trained. Add --rank, "
-            "or leave it out."
+            f"--lr_scheduler constant has no warm-up, but --lr_warmup_steps is {args.lr_warmup_steps}. Pass "
+            "--lr_scheduler constant_with_warmup, or another, or leave --lr_warmup_steps out."
+        )
+    if args.hub_model_id and not args.push_to_hub:
+        raise UserError(
+            f"--hub_model_id {args.hub_model_id} says where to, but nothing is uploaded without --push_to_hub."
         )
     trackers = [str(tracker) for tracker in get_available_trackers()]
     if args.report_to not in ("none", "all", *trackers):
@@ -119,6 +131,16 @@ def add_model_arguments(parser, required: bool = True) -> None:
     add("--max_grad_norm", type=at_least(0.0, above=True), default=1.0, help="gradients are clipped to this norm")
 
 
+def adam_options(args) -> dict:
+    """AdamW's options, of `add_model_arguments`."""
+    return {
+        "lr": args.learning_rate,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "weight_decay": args.adam_weight_decay,
+        "eps": args.adam_epsilon,
+    }
+
+
 def add_flow_arguments(parser) -> None:
     """How timesteps are drawn and weighed."""
     add = parser.add_argument
@@ -137,7 +159,7 @@ def add_scheduler_arguments(parser) -> None:
     add = parser.add_argument
     add("--lr_scheduler", choices=[kind.value for kind in SchedulerType if kind.value != "piecewise_constant"],
         default="constant", help="diffusers' schedules")  # fmt: skip
-    add("--lr_warmup_steps", type=at_least(0), default=0, help="optimizer steps of warm-up")
+    add("--lr_warmup_steps", type=at_least(0), default=0, help="optimizer steps of warm-up; not for constant")
     add("--lr_num_cycles", type=at_least(1), default=1, help="cycles of cosine_with_restarts")
     add("--lr_power", type=float, default=1.0, help="power of polynomial")
 

@@ -203,7 +203,7 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def say_start(args, loader, scheduler, differences: list[str], total_steps: int) -> None:
+def say_start(args, loader, differences: list[str], total_steps: int) -> None:
     """What is about to be trained; for the main process.
 
     Args:
@@ -226,7 +226,4 @@ def say_start(args, loader, scheduler, differences: list[str], total_steps: int)
         say(f"    {difference}")
     if loader.global_step >= total_steps:
         say("  nothing is left to train: --max_train_steps or --num_train_epochs ends here; the result is saved")
-    in_use = scheduler.scheduler.base_lrs[0]
-    if in_use != args.learning_rate:  # a checkpoint brings its own learning rate back
-        say(f"  learning rate {in_use} of the checkpoint is used, not --learning_rate {args.learning_rate}")
     say(f"  to stop with a checkpoint: touch {Path(args.output_dir, 'STOP')}")

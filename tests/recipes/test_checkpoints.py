@@ -10,12 +10,14 @@ import checkpoints
 import pytest
 import torch.distributed.checkpoint
 from checkpoints import keep_metrics_until
+from safetensors.torch import load_file
+from support.accelerators import fresh_accelerate
 from support.full_disk import files_of_at_most
 from support.prepared import save_prepared
 from support.train_ranks import COUNTS, save_small_transformer, train_here
 from torch.distributed.checkpoint.api import CheckpointException
 
-from adaptiveload_hf import UserError
+from adaptiveload_hf import UserError, make_accelerator
 
 LATEST = ("--resume_from_checkpoint", "latest")
 
@@ -171,6 +173,22 @@ def test_a_run_that_goes_back_keeps_its_own_checkpoints_and_latest_means_them(se
     assert list(checkpoints.checkpoints_in(run)) == [1, 2]
     outdated = sorted(path.name for path in run.glob("outdated-*"))
     assert outdated == ([] if limit else ["outdated-checkpoint-5", "outdated-checkpoint-6"])
+
+
+def test_the_learning_rate_and_options_of_the_command_count_and_not_the_checkpoints(setup, run, capsys):
+    train_here(setup, run, *LATEST, "--adam_beta2", 0.5, max_train_steps=3, learning_rate=0)
+    said = capsys.readouterr().err
+    assert "lr 0.0 as given, not the checkpoint's 0.001\nbetas (0.9, 0.5) as given, not the" in said
+    before, after = (load_file(run / f"checkpoint-{step}" / "model.safetensors") for step in (2, 3))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_checkpoint_without_a_scale_of_the_loss_is_refused_in_fp16(run):
+    with fresh_accelerate(ACCELERATE_USE_CPU="true"):
+        accelerator = make_accelerator()
+        accelerator.scaler = torch.amp.GradScaler("cpu")
+        with pytest.raises(UserError, match=r"checkpoint-2 was not written in fp16.*scaler\.pt.*--mixed_precision of"):
+            checkpoints.find_checkpoint(accelerator, run, "latest")
 
 
 def test_a_removal_that_is_killed_leaves_nothing_that_looks_like_a_checkpoint(run, monkeypatch):

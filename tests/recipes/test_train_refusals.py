@@ -68,9 +68,18 @@ def test_a_number_that_makes_no_sense_is_wrong_usage(words, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_an_alpha_without_a_rank_does_not_train_all_weights(setup, tmp_path):
-    with pytest.raises(UserError, match=r"--lora_alpha 8 is for a LoRA, but without --rank all weights are trained"):
-        train_here(setup, tmp_path / "run", "--lora_alpha", 8)
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--lora_alpha 8", "--lora_alpha is for a LoRA, but without --rank all weights are trained"),
+        ("--lora_target_modules to_q", "--lora_target_modules is for a LoRA, but without --rank"),
+        ("--lr_warmup_steps 9", "--lr_scheduler constant has no warm-up, but --lr_warmup_steps is 9. Pass"),
+        ("--hub_model_id me/it", "--hub_model_id me/it says where to, but nothing is uploaded without --push_to_hub"),
+    ],
+)
+def test_an_option_that_does_nothing_without_another_is_refused(setup, tmp_path, words, said):
+    with pytest.raises(UserError, match=said):
+        train_here(setup, tmp_path / "run", *words.split())
 
 
 def test_a_tracker_that_is_not_installed_is_named_and_not_left_out(setup, tmp_path, monkeypatch):
