@@ -123,7 +123,7 @@ def read_metadata(
                 if isinstance(row, UserError):
                     raise row
                 found |= row.keys()
-                file, caption = parse_row(row, Path(table).parent, composed, columns)
+                file, caption = parse_row(row, root, Path(table).parent, composed, columns)
                 if file in rows:
                     raise UserError(f"{file} has a row already, at {place_of[file]}; that one counts")
             except UserError as error:
@@ -133,17 +133,17 @@ def read_metadata(
     return rows, found
 
 
-def parse_row(row: dict, folder: Path, files: dict, columns: tuple[str, str]) -> tuple[str, str | None]:
-    """The file and caption of one row of a metadata file in `folder`; a UserError says what is wrong with it."""
+def parse_row(row: dict, root: Path, folder: Path, files: dict, columns: tuple[str, str]) -> tuple[str, str | None]:
+    """The file and caption of one row of a metadata file in `folder` of root; a UserError says what is wrong with it."""
     name, caption = (row.get(column) for column in columns)
-    if not isinstance(name, str):
+    """The file and caption of a row of a metadata file in root's `folder`; a UserError says what is wrong with it."""
         raise UserError(
             f'it must have a string "{columns[0]}", but it has {sorted(map(str, row))}; see --video_column'
         )
     if not isinstance(caption, str | None):
         raise UserError(f'its "{columns[1]}" must be a string, but it is {caption!r}')
-    file = os.path.normpath(folder / name).replace(os.sep, "/")
-    if file.startswith("../") or os.path.isabs(file):
+    file = os.path.relpath(root / folder / name, root).replace(os.sep, "/")
+    if file.startswith("../"):
         raise UserError(f"{name} leads out of the folder; only files in it are read")
     # macOS stores names decomposed, and Windows writes paths with backslashes.
     for spelling in (file, file.replace("\\", "/")):
@@ -158,7 +158,7 @@ def add_sample(root: Path, file: str, caption: str | None, listing: Listing):
     try:
         if (root / file).stat().st_size == 0:
             raise UserError("it is empty (0 bytes)")
-        if caption is None:
+        if not (caption or "").strip():  # a CSV has empty fields for none
             caption = read_caption_file(root / file)
         caption.encode()  # json can name half characters
     except UnicodeDecodeError:
@@ -177,5 +177,5 @@ def add_sample(root: Path, file: str, caption: str | None, listing: Listing):
 
 def read_caption_file(path: Path) -> str:
     """The text beside a picture or clip, empty if there is none."""
-    beside = path.with_suffix(".txt")
-    return beside.read_text(encoding="utf-8-sig").strip() if beside.exists() else ""
+    beside = [path.with_suffix(suffix) for suffix in (".txt", ".TXT")]
+    return next((text.read_text(encoding="utf-8-sig").strip() for text in beside if text.exists()), "")

@@ -79,6 +79,23 @@ def test_other_columns_are_read_when_they_are_named_and_asked_for_when_not(root)
         list_samples(root)
 
 
+def test_a_text_beside_the_file_is_its_caption_in_either_case_and_where_the_row_has_none(root):
+    write(root / "a.TXT", "from DOS\r\n")
+    write(root / "sub/a.txt", "beside")
+    assert list_samples(root).captions == {"a.png": "from DOS", "b.png": "", "sub/a.png": "beside"}
+    write(root / "metadata.csv", "file_name,text\na.png,\nb.png,two\nsub/a.png, \n")
+    assert list_samples(root).captions == {"a.png": "from DOS", "b.png": "two", "sub/a.png": "beside"}
+
+
+def test_a_row_may_name_its_file_by_the_whole_path(root, tmp_path, monkeypatch):
+    write(root / "metadata.csv", f"file_name,text\n{root}/a.png,one\n{root}/sub/../b.png,two\n{tmp_path}/x.png,out\n")
+    monkeypatch.chdir(root.parent)
+    for folder in (root, Path(root.name)):
+        listing = list_samples(folder)
+        assert listing.captions == {"a.png": "one", "b.png": "two"}
+        assert refused(listing)["metadata.csv:4"].startswith(f"{tmp_path}/x.png leads out of the folder")
+
+
 def test_a_row_that_is_no_text_is_named(root):
     rows = ['{"file_name": 3}', '{"video": "a.png"}', '{"file_name": "a.png", "text": ["x"]}', "[" * 100_000]
     rows += ['{"file_name": "a.png", "text": "\\ud800"}', '{"file_name": "b.png", "text": "good"}']
