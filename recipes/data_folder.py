@@ -134,9 +134,9 @@ def read_metadata(
 
 
 def parse_row(row: dict, root: Path, folder: Path, files: dict, columns: tuple[str, str]) -> tuple[str, str | None]:
-    """The file and caption of one row of a metadata file in `folder` of root; a UserError says what is wrong with it."""
-    name, caption = (row.get(column) for column in columns)
     """The file and caption of a row of a metadata file in root's `folder`; a UserError says what is wrong with it."""
+    name, caption = (row.get(column) for column in columns)
+    if not isinstance(name, str):
         raise UserError(
             f'it must have a string "{columns[0]}", but it has {sorted(map(str, row))}; see --video_column'
         )
