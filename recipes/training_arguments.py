@@ -179,7 +179,7 @@ def add_run_arguments(parser) -> None:
         help="how often an epoch has each file, such as 'photos/*=0.5'; the last matching pattern counts")  # fmt: skip
     add("--num_train_epochs", type=at_least(1), default=1, help="epochs to train")
     add("--max_train_steps", type=at_least(1), help="total optimizer steps; overrides --num_train_epochs")
-    add("--balance", default="auto", help="how ranks are balanced: none, step, window:n or auto")
+    add("--balance", default="auto", help="how ranks are balanced: none, step, stratified:n, window:n or auto")
     add(
         "--loss_normalization",
         choices=["token", "sample", "none"],

@@ -248,7 +248,7 @@ def test_help_shows_an_example(run, command):
         ((*SIMULATE, "--policy", "best"), "best"),
         (
             (*SIMULATE, "--balance", "even"),
-            "balance is none, step, window:n (such as window:8) or auto, but found 'even'",
+            "balance is none, step, stratified:n (such as stratified:8), window:n or auto, but found 'even'",
         ),
         ((*PLAN, "--policy", "fixed"), "--policy fixed takes the config's own batch sizes"),
         ((*SIMULATE, "--policy", "dual", "--policy", "fixed"), "has none. Take dual, equal_token or equal_time."),

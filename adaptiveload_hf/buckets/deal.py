@@ -11,7 +11,9 @@ import numpy as np
 from ..errors import UserError
 from .cost import CostModel
 
-_AUTO_WINDOWS = (1, 2, 4, 8, 16)
+_SPANS = (2, 4, 8, 16)
+# From the most even optimizer steps to the least.
+AUTO = ("step", *(f"stratified:{n}" for n in _SPANS), *(f"window:{n}" for n in _SPANS))
 _AUTO_EFFICIENCY = 0.95
 # A larger window must be predicted to make an epoch shorter by more than this factor: optimizer steps that are drawn
 # at random are worth more than a last percent of speed.
@@ -19,8 +21,13 @@ WORTH_A_WINDOW = 1.01
 # Micro-batches of a window are sorted by cost: one that is most of an epoch would sort most of the epoch. Windows of
 # a fifth raised the held-out loss by 0.8%, outside seed noise; of an eighth they stayed within it (docs/balance.md).
 _WINDOWS_OF_AN_EPOCH = 8
+# Costs that differ by up to a fifth make a level of "stratified:n": of smaller levels an optimizer step holds fewer,
+# in larger ones ranks wait more (docs/balance.md).
+_ALIKE = 0.2
 # Enough micro-batches to tell the windows apart: sorting all of a large epoch five times would cost seconds.
 _EXCERPT = 1 << 15
+# Stratifying is 20 times as much work as sorting, and every step of it is alike.
+_STRATIFIED_EXCERPT = 1 << 13
 
 
 def check_ranks(world_size: int, gradient_accumulation_steps: int) -> None:
@@ -46,22 +53,28 @@ def check_balance(balance: str) -> None:
 
 
 def window_of(balance: str) -> int:
-    """Optimizer steps whose micro-batches are matched together; 0 for none.
+    """Optimizer steps between which micro-batches are exchanged; 1: none are, 0: nor between micro-steps.
 
     Raises:
         UserError: no such balance mode.
     """
     if balance in ("none", "step"):
         return int(balance == "step")
-    if not isinstance(balance, str) or not re.fullmatch(r"window:[1-9]\d*", balance):
-        raise UserError(f"balance is none, step, window:n (such as window:8) or auto, but found {balance!r}.")
-    return int(balance.removeprefix("window:"))
+    if not isinstance(balance, str) or not re.fullmatch(r"(stratified|window):[1-9]\d*", balance):
+        raise UserError(
+            f"balance is none, step, stratified:n (such as stratified:8), window:n or auto, but found {balance!r}."
+        )
+    return int(balance.partition(":")[2])
 
 
 def is_wide(balance: str, optimizer_steps: int) -> bool:
-    """Whether the mode matches more than an eighth of an epoch's optimizer steps together."""
+    """Whether the mode sorts more than an eighth of an epoch's optimizer steps together."""
     window = window_of(balance)
-    return window > 1 and window * _WINDOWS_OF_AN_EPOCH > optimizer_steps
+    return not _is_stratified(balance) and window > 1 and window * _WINDOWS_OF_AN_EPOCH > optimizer_steps
+
+
+def _is_stratified(balance: str) -> bool:
+    return balance.startswith("stratified:")
 
 
 def cut_evenly(
@@ -119,7 +132,7 @@ def deal(
     Args:
         cost: float64 [micro-batches], shuffled; a multiple of W*K.
         tokens: int64 [micro-batches], B*S of each.
-        balance: none | step | window:n.
+        balance: none | step | stratified:n | window:n.
 
     Returns:
         int64 [micro-batches], positions in cost.
@@ -127,6 +140,9 @@ def deal(
     window = window_of(balance)
     if window == 0:
         return np.arange(len(cost))
+    if _is_stratified(balance):
+        drawn = stratify(cost, world_size, gradient_accumulation_steps, window, random)
+        return drawn[deal(cost[drawn], tokens[drawn], world_size, gradient_accumulation_steps, "step", random)]
     parts = []
     for first, block in _blocks(cost, window * world_size * gradient_accumulation_steps):
         # Stable: what an unstable sort does with equal costs differs from CPU to CPU, and ranks must agree.
@@ -135,6 +151,49 @@ def deal(
         order += first + block.shape[1] * np.arange(len(block))[:, None, None]
         mixed = _mix(tokens[order].sum(axis=2), gradient_accumulation_steps, random)
         parts.append(np.take_along_axis(order, mixed[:, :, None], axis=1).reshape(-1))
+    return np.concatenate(parts)
+
+
+def stratify(
+    cost: np.ndarray, world_size: int, gradient_accumulation_steps: int, window: int, random: np.random.Generator
+) -> np.ndarray:
+    """The order in which every W*K neighbours, an optimizer step, are a stratified sample of their window.
+
+    Costs that are nearly alike make a level, a stratum. An optimizer step takes of each level its share, rounded up or
+    down to whole micro-steps, so that few ranks wait; inside a level the kinds of micro-batches are evenly spread.
+
+    Args:
+        cost: float64 [micro-batches], shuffled; a multiple of W*K. Those of equal cost count as of one kind.
+        window: optimizer steps that share what they hold together.
+
+    Returns:
+        int64 [micro-batches], positions in cost.
+    """
+    # 16-bit numbers: those numpy sorts by radix, stably, in a tenth of the time that others take.
+    kinds, kind_of = np.unique(cost, return_inverse=True)
+    levels, dearest = np.zeros(len(kinds), dtype=np.uint16), kinds[-1]
+    for kind in range(len(kinds) - 2, -1, -1):
+        begins = kinds[kind] < (1 - _ALIKE) * dearest
+        dearest = kinds[kind] if begins else dearest
+        levels[kind] = levels[kind + 1] + begins
+    parts = []
+    kind_of = kind_of.astype(np.min_scalar_type(len(kinds)))
+    for first, block in _blocks(kind_of, window * world_size * gradient_accumulation_steps):
+        windows, length = block.shape
+        row = np.arange(windows)[:, None]
+        order = np.argsort(block, axis=1, kind="stable")
+        kind, place = block[row, order], np.arange(length)
+        heads = np.diff(kind, axis=1, prepend=kind[:, :1] + 1) != 0
+        place = place - np.maximum.accumulate(np.where(heads, place, 0), axis=1)
+        numbers = np.bincount((row * len(kinds) + kind).ravel(), minlength=windows * len(kinds)).reshape(windows, -1)
+        evenly = (place + random.random(numbers.shape)[row, kind]) / numbers[row, kind]
+        evenly = np.argsort((evenly * (1 << 16)).astype(np.uint16), axis=1, kind="stable")
+        order, level = order[row, evenly], levels[kind[row, evenly]]
+        order = order[row, np.argsort(level, axis=1, kind="stable")]
+        # Each optimizer step takes the micro-steps at the same place of K equal parts: of a level, its share.
+        steps = order.reshape(windows, gradient_accumulation_steps, -1, world_size).swapaxes(1, 2)
+        shuffled = random.permuted(np.broadcast_to(np.arange(steps.shape[1]), steps.shape[:2]), axis=1)
+        parts.append((first + length * row + steps[row, shuffled].reshape(windows, length)).reshape(-1))
     return np.concatenate(parts)
 
 
@@ -172,12 +231,16 @@ def mean_slowest(seconds: np.ndarray, numbers: np.ndarray, world_size: int) -> f
     return float(seconds[order[likely]] @ np.diff(none_slower, prepend=0.0))
 
 
-def matched_efficiency(cost: np.ndarray, world_size: int, gradient_accumulation_steps: int, window: int) -> float:
-    """Balance efficiency where micro-batches are matched over so many optimizer steps.
+def matched_efficiency(cost: np.ndarray, world_size: int, gradient_accumulation_steps: int, balance: str) -> float:
+    """Balance efficiency of micro-batches that are dealt in this mode, which is not none.
 
     Args:
         cost: float64 [micro-batches], shuffled; a multiple of W*K.
     """
+    window = window_of(balance)
+    if _is_stratified(balance):
+        cost = cost[stratify(cost, world_size, gradient_accumulation_steps, window, np.random.default_rng(0))]
+        window = 1
     blocks = _blocks(cost, window * world_size * gradient_accumulation_steps)
     slowest = sum(np.sort(block, axis=1)[:, world_size - 1 :: world_size].sum() for _, block in blocks)
     return float(cost.sum() / world_size / slowest)
@@ -186,8 +249,8 @@ def matched_efficiency(cost: np.ndarray, world_size: int, gradient_accumulation_
 def best_balance(
     cost: np.ndarray, world_size: int, gradient_accumulation_steps: int, optimizer_steps: int
 ) -> tuple[str, float]:
-    """The smallest of step, window:2, 4, 8, 16 whose balance efficiency reaches 0.95, else the best of them; or a
-    smaller one that makes an epoch at most 1% longer.
+    """The first of AUTO whose balance efficiency reaches 0.95, else the best of them; or an earlier one that makes an
+    epoch at most 1% longer.
 
     Args:
         cost: float64 [micro-batches], shuffled; a multiple of W*K. Judged by an excerpt from its beginning.
@@ -197,14 +260,17 @@ def best_balance(
         The mode and its efficiency.
     """
     group = world_size * gradient_accumulation_steps
-    largest = _AUTO_WINDOWS[-1] * group
+    largest = window_of(AUTO[-1]) * group
     cost = cost[: largest * -(-_EXCERPT // largest)]
     found = []
-    for window in _AUTO_WINDOWS:
-        balance = "step" if window == 1 else f"window:{window}"
-        if is_wide(balance, optimizer_steps):
-            break
-        found.append((balance, matched_efficiency(cost, world_size, gradient_accumulation_steps, window)))
+    for balance in AUTO:
+        # With K = 1 an optimizer step is one micro-step, so it can hold one level only: that is a window.
+        one_level = _is_stratified(balance) and gradient_accumulation_steps == 1
+        if one_level or is_wide(balance, optimizer_steps):
+            continue
+        span = window_of(balance) * group
+        part = cost[: span * -(-_STRATIFIED_EXCERPT // span)] if _is_stratified(balance) else cost
+        found.append((balance, matched_efficiency(part, world_size, gradient_accumulation_steps, balance)))
         if found[-1][1] >= _AUTO_EFFICIENCY:
             break
     best = max(efficiency for _, efficiency in found)

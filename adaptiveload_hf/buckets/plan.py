@@ -166,7 +166,7 @@ def make_plan(
         balance: how the schedule will balance ranks, as in `schedule_epoch`.
         target_seconds: compute limit of a micro-batch, in the cost's unit. "auto": dual takes the one with the best
             predicted samples/s on this histogram, W and K under `balance`, or within 1% of it the one that lets "auto"
-            take a smaller window (without M_mem, and for equal_time, the cost of one longest sample).
+            take a more even mode (without M_mem, and for equal_time, the cost of one longest sample).
         samples_per_step: samples that an optimizer step should hold: dual takes the compute limit whose predicted mean
             is nearest. If memory or W*K do not allow it, a finding says what is reached, and which K would.
         batch_sizes: {shape: B}, instead of what the policy says.
@@ -310,8 +310,8 @@ def _target(work: Workload, policy: str, target_seconds: float | str, samples_pe
         target = min(max(target, least), most)
         sizes = work.batches(target)
         if tuple(sizes) not in found:
-            seconds, window = work.predict_epoch(sizes)
-            found[tuple(sizes)] = (window, seconds, target)
+            seconds, unevenness = work.predict_epoch(sizes)
+            found[tuple(sizes)] = (unevenness, seconds, target)
     longest = WORTH_A_WINDOW * min(seconds for _, seconds, _ in found.values())
     return min(row for row in found.values() if row[1] <= longest)[2]
 

@@ -63,8 +63,8 @@ class EpochSchedule:
             return ()
         return (
             f"Balance {self.balance} sorts much of the epoch by cost: it has {self.num_update_steps} optimizer steps. "
-            "Such steps hold few shapes each, and a model learned more slowly from them (docs/balance.md). Use a "
-            "smaller window, or step.",
+            "Such steps hold few shapes each, and a model learned more slowly from them (docs/balance.md). Use "
+            "stratified:n, a smaller window, or step.",
         )
 
     @cached_property
@@ -158,8 +158,9 @@ def schedule_epoch(
         bucket_of_sample: int [samples], position in plan.buckets.
         plan: a BucketPlan.
         cost: the cost model by which ranks are balanced.
-        balance: none | step | window:n | auto (the smallest of step, window:2, 4, 8, 16 that reaches 0.95, or a
-            smaller one within 1% of its seconds; no window of more than an eighth of the epoch).
+        balance: none | step | stratified:n | window:n | auto (the first of step, stratified:2, 4, 8, 16 and window:2,
+            4, 8, 16 that reaches 0.95, or one before it within 1% of its seconds; no window of more than an eighth of
+            the epoch; with K = 1 none that is stratified).
         loss_normalization: token | sample | none, see `loss_weights`.
         repeats: float [samples], how often each sample occurs in an epoch: floor or ceil of it, drawn anew each epoch.
         segments: what has been trained of this epoch, as in BucketDataLoader's state. The same order continues if

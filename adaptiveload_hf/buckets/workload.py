@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .cost import CostModel
-from .deal import best_balance, cut_evenly, matched_efficiency, mean_slowest, window_of
+from .deal import AUTO, best_balance, cut_evenly, matched_efficiency, mean_slowest
 from .shapes import LatentShape
 
 # Micro-batches of an epoch that are laid out to judge it, many times in other orders: of one order, the efficiency may
@@ -87,8 +87,8 @@ class Workload:
         """How an epoch goes that is dealt as `balance` says.
 
         Returns:
-            Its predicted seconds, and over how many optimizer steps it is dealt; of "auto", on average over the orders
-            that are laid out.
+            Its predicted seconds, and how uneven its optimizer steps are: of "auto" the place in AUTO of the mode that
+            it takes, on average over the orders that are laid out; else 0.
         """
         group = self.world_size * self.gradient_accumulation_steps
         numbers, _ = cut_evenly(self.counts, batch_sizes, self.tokens, self.cost, group)
@@ -96,18 +96,17 @@ class Workload:
         seconds = self.cost.seconds(np.append(small + 1, small), np.append(self.tokens, self.tokens))
         numbers = np.append(larger, numbers - larger)
         total = int(numbers.sum())
-        window = None if self.balance == "auto" else window_of(self.balance)
-        if window is not None and window * self.gradient_accumulation_steps <= 1:
-            return total / self.world_size * mean_slowest(seconds, numbers, self.world_size), window
+        if self.balance == "none" or (self.balance == "step" and self.gradient_accumulation_steps == 1):
+            return total / self.world_size * mean_slowest(seconds, numbers, self.world_size), 0
         # Each kind of micro-batch in its proportion: large epochs need not be laid out to be judged.
         length = min(total, max(_EXCERPT, 32 * group)) // group * group
         picked = np.diff(np.cumsum(numbers) * length // total, prepend=0)
         excerpt, random = np.repeat(seconds, picked), np.random.default_rng(0)
         orders = [random.permutation(excerpt) for _ in range(min(_ORDERS, max(1, _IN_ALL // length)))]
         run = self.world_size, self.gradient_accumulation_steps
-        if window is None:
-            chosen = [best_balance(order, *run, total // group) for order in orders]
-            found, window = [efficiency for _, efficiency in chosen], np.mean([window_of(mode) for mode, _ in chosen])
+        if self.balance == "auto":
+            modes, found = zip(*(best_balance(order, *run, total // group) for order in orders))
         else:
-            found = [matched_efficiency(order, *run, window) for order in orders]
-        return float((seconds * numbers).sum() / self.world_size / np.mean(found)), window
+            modes, found = AUTO[:1], [matched_efficiency(order, *run, self.balance) for order in orders]
+        seconds = float((seconds * numbers).sum() / self.world_size / np.mean(found))
+        return seconds, float(np.mean([AUTO.index(mode) for mode in modes]))

@@ -36,7 +36,9 @@ def plan(
     memory_limit_gib: MemoryLimit = None,
     target_seconds: TargetSeconds = "auto",
     samples_per_step: SamplesPerStep = None,
-    balance: Annotated[str, typer.Option(help="Balance that training will use: none, step, window:n, auto.")] = "auto",
+    balance: Annotated[
+        str, typer.Option(help="Balance that training will use: none, step, stratified:n, window:n, auto.")
+    ] = "auto",
     policy: Annotated[
         str | None,
         typer.Option(help="dual, equal_token, equal_time, or fixed: the config's own B, the default if it has any."),

@@ -61,7 +61,9 @@ def simulate(
         list[str] | None,
         typer.Option(help="dual, equal_token, equal_time, or fixed: the config's own B; repeatable."),
     ] = None,
-    balance: Annotated[list[str] | None, typer.Option(help="none, step, window:n, auto; repeatable.")] = None,
+    balance: Annotated[
+        list[str] | None, typer.Option(help="none, step, stratified:n, window:n, auto; repeatable.")
+    ] = None,
     memory_limit_gib: MemoryLimit = None,
     target_seconds: TargetSeconds = "auto",
     samples_per_step: SamplesPerStep = None,

@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from adaptiveload_hf.buckets.cost import PowerLaw
-from adaptiveload_hf.buckets.deal import best_balance, cut_evenly, deal, matched_efficiency
+from adaptiveload_hf.buckets.deal import best_balance, cut_evenly, deal, matched_efficiency, stratify
 
 WORLD_SIZE, ACCUMULATION = 3, 4
 GROUP = WORLD_SIZE * ACCUMULATION
@@ -55,6 +57,58 @@ def test_a_window_of_more_than_the_epoch_is_the_epoch():
     assert (orders[0] == orders[1]).all()
 
 
+LEVELS = ((2.3,), (1.6, 1.5, 1.4), (1.0, 0.9, 0.85), (0.6, 0.55))
+
+
+def drawn(optimizer_steps, world_size, accumulation, window=16, seed=3):
+    """cost, [optimizer steps, W*K], of stratified micro-batches of four levels in unequal numbers."""
+    random = np.random.default_rng(seed)
+    kinds, share = np.concatenate(LEVELS), np.array([0.12, 0.2, 0.05, 0.01, 0.22, 0.2, 0.1, 0.06, 0.04])
+    cost = random.choice(kinds, optimizer_steps * world_size * accumulation, p=share)
+    order = stratify(cost, world_size, accumulation, window, random)
+    assert sorted(order) == list(range(len(cost)))
+    return cost[order].reshape(optimizer_steps, -1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(*[st.integers(1, most) for most in (40, 9, 6, 18)], st.integers(0, 99))
+def test_a_stratified_step_takes_of_each_level_its_share_rounded_to_whole_micro_steps(
+    optimizer_steps, world_size, accumulation, window, seed
+):
+    cost = drawn(optimizer_steps, world_size, accumulation, window, seed)
+    for steps in np.split(cost, range(window, optimizer_steps, window)):
+        for level in LEVELS:
+            share = (steps >= min(level)).sum() / len(steps) / world_size
+            taken = (steps >= min(level)).sum(axis=1) / world_size
+            assert np.floor(share) <= taken.min() and taken.max() <= np.ceil(share)
+
+
+def test_a_stratified_step_mixes_the_kinds_of_a_level_as_its_window_does():
+    cost = drawn(48, 8, 4)
+    for steps in np.split(cost, 3):
+        inside = np.array([(steps == kind).sum(axis=1) for kind in LEVELS[2]])
+        expected = inside.sum(axis=0) * inside.sum(axis=1, keepdims=True) / inside.sum()
+        assert np.abs(inside - expected).max() <= 1.5  # drawn at random: up to five
+
+
+def test_stratified_steps_come_in_random_order():
+    cost = drawn(16 * 200, 2, 2).sum(axis=1).reshape(200, 16)
+    assert np.bincount(cost.argmax(axis=1), minlength=16).max() < 35
+
+
+def test_stratified_waits_less_than_step_and_holds_more_kinds_than_a_window_that_waits_more():
+    random = np.random.default_rng(0)
+    cost = random.choice([2.3, 1.62, 1.18, 1.07, 1.02, 0.84, 0.8, 0.78], 64 * 32)
+    modes = ("step", "stratified:16", "window:2")
+    step, ours, window = (
+        np.mean([len(set(step)) for step in cost[deal(cost, cost, 8, 4, mode, random)].reshape(64, -1)])
+        for mode in modes
+    )
+    assert step > ours > 1.05 * window
+    step, ours, window = (matched_efficiency(cost, 8, 4, mode) for mode in modes)
+    assert ours > 1.05 * step and ours > window
+
+
 def test_none_leaves_the_order_as_it_is():
     cost, _ = dealt(5, "none")
     assert np.array_equal(cost.reshape(-1), np.random.default_rng(5).random(5 * GROUP))
@@ -73,8 +127,8 @@ def test_none_leaves_the_order_as_it_is():
 def test_auto_takes_a_window_only_where_it_saves_more_than_one_percent(pair, step, window, chosen):
     optimizer_steps = 16  # windows of over two would be more than an eighth of the epoch
     cost = np.tile([1.0, 0.9, *pair], optimizer_steps // 2)
-    assert matched_efficiency(cost, 2, 1, 1) == pytest.approx(step, abs=1e-3)
-    assert matched_efficiency(cost, 2, 1, 2) == pytest.approx(window, abs=1e-3)
+    assert matched_efficiency(cost, 2, 1, "step") == pytest.approx(step, abs=1e-3)
+    assert matched_efficiency(cost, 2, 1, "window:2") == pytest.approx(window, abs=1e-3)
     assert best_balance(cost, 2, 1, optimizer_steps)[0] == chosen
 
 

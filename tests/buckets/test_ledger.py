@@ -50,7 +50,7 @@ def make_rank(rank, world_size, accumulation, **options):
 def random_settings(random):
     options = {
         "batch_sizes": {"1x4x6": int(random.integers(1, 9)), "2x4x8": int(random.integers(1, 5))},
-        "balance": str(random.choice(["none", "step", "window:2", "auto"])),
+        "balance": str(random.choice(["none", "step", "stratified:2", "window:2", "auto"])),
         "loss_normalization": str(random.choice(["token", "sample", "none"])),
         "target_seconds": float(random.choice([0.15, 0.2, 0.4])),
     }

@@ -144,7 +144,8 @@ def test_wrong_options_are_refused():
     with pytest.raises(UserError, match=r"batch_sizes is {shape: B} such as .*, but found \[1\]"):
         plan(batch_sizes=[1])
     with pytest.raises(
-        UserError, match=r"balance is none, step, window:n \(such as window:8\) or auto, but found 'wide'"
+        UserError,
+        match=r"balance is none, step, stratified:n \(such as stratified:8\), window:n or auto, but found 'wide'",
     ):
         plan(balance="wide")
     for run in ({"world_size": 0}, {"world_size": 1.5}, {"gradient_accumulation_steps": "2"}):

@@ -58,7 +58,7 @@ SETTINGS = st.builds(
     st.integers(1, 4),
     st.integers(1, 3),
     st.tuples(*[st.integers(1, 6)] * len(COUNTS)),
-    st.sampled_from(["none", "step", "window:2", "auto"]),
+    st.sampled_from(["none", "step", "stratified:2", "window:2", "auto"]),
     st.sampled_from([COST, PowerLaw(0.1, 1e-3, 1.3)]),
 )
 

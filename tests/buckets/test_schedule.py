@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.bucketed import COST, fixed_plan, mixed_index, real
 
+from adaptiveload_hf.buckets.deal import matched_efficiency
 from adaptiveload_hf.buckets.schedule import count_update_steps, schedule_epoch
 from adaptiveload_hf.errors import UserError
 
-BALANCES = ["none", "step", "window:2", "window:3", "window:8", "auto"]
+BALANCES = ["none", "step", "stratified:3", "window:2", "window:3", "window:8", "auto"]
 
 
 class Job(NamedTuple):
@@ -141,8 +142,9 @@ def test_balance_step_leaves_the_contents_of_every_optimizer_step_unchanged():
     assert contents(JOB.schedule(balance="step")) == contents(JOB.schedule(balance="none"))
 
 
-def test_balance_window_moves_micro_batches_within_its_window_only():
-    none, window = JOB.schedule(balance="none"), JOB.schedule(balance="window:3")
+@pytest.mark.parametrize("balance", ["window:3", "stratified:3"])
+def test_a_window_moves_micro_batches_within_itself_only(balance):
+    none, window = JOB.schedule(balance="none"), JOB.schedule(balance=balance)
     assert none.num_update_steps % 3, "the last window should be a short one here"
     assert contents(window, 3) == contents(none, 3)
     assert contents(window, 1) != contents(none, 1)
@@ -155,11 +157,16 @@ def test_each_wider_window_is_at_least_as_even(job, seed):
     assert all(later >= earlier - 1e-9 for earlier, later in pairwise(found))
 
 
-def test_auto_takes_the_smallest_window_near_the_wanted_efficiency_and_none_of_over_an_eighth_of_the_epoch():
+def test_auto_takes_the_most_even_mode_near_the_wanted_efficiency_and_no_window_of_over_an_eighth_of_the_epoch():
     for job in (JOB, JOB._replace(world_size=8, accumulation=1), JOB._replace(world_size=2, accumulation=4)):
         chosen = job.schedule(balance="auto")
-        windows = [n for n in (2, 4, 8, 16) if 8 * n <= chosen.num_update_steps]
-        found = {mode: efficiency(job.schedule(balance=mode)) for mode in ["step", *(f"window:{n}" for n in windows)]}
+        spans = (2, 4, 8, 16)
+        modes = ["step", *(f"stratified:{n}" for n in spans if job.accumulation > 1)]
+        modes += [f"window:{n}" for n in spans if 8 * n <= chosen.num_update_steps]
+        cost = job.schedule(balance="none").cost
+        found = {mode: matched_efficiency(cost, job.world_size, job.accumulation, mode) for mode in modes}
+        for mode in modes:
+            assert efficiency(job.schedule(balance=mode)) == pytest.approx(found[mode], abs=0.01)
         reaching = [mode for mode in found if found[mode] >= 0.95]
         best = found[reaching[0]] if reaching else max(found.values())
         assert chosen.balance == next(mode for mode in found if best / found[mode] <= 1.01)
@@ -271,6 +278,7 @@ def test_edges_are_dealt_whole(edge, balance):
     [
         ("none", "74cabafc676b04daee9f73da5078920c"),
         ("step", "335ce495cee30a4c0c0b59cf2d883093"),
+        ("stratified:3", "c90726946c70b5120158c7639c2687fc"),
         ("window:3", "5a00e17fb463b7a2aeaed41d197eb957"),
     ],
 )
@@ -298,7 +306,7 @@ def test_too_few_samples_for_an_optimizer_step_are_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"balance": "window:0"}, "balance is none, step, window:n"),
+        ({"balance": "window:0"}, "balance is none, step, stratified:n"),
         ({"balance": "best"}, "found 'best'"),
         ({"loss_normalization": "tokens"}, "loss_normalization is one of"),
         ({"world_size": 0}, "must be at least 1 and whole, but found 0 and "),

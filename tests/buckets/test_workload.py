@@ -38,7 +38,7 @@ def test_the_slowest_of_a_random_micro_step_is_the_mean_over_all_that_can_meet(w
 
 
 @pytest.mark.parametrize(("world_size", "accumulation"), [(2, 2), (8, 1), (8, 4)])
-@pytest.mark.parametrize("balance", ["none", "step", "window:3", "auto"])
+@pytest.mark.parametrize("balance", ["none", "step", "stratified:2", "window:3", "auto"])
 def test_an_epoch_is_predicted_as_it_turns_out(world_size, accumulation, balance):
     counts = dict(zip(SHAPES, (900, 500, 300, 200, 100, 60)))
     run = {"world_size": world_size, "gradient_accumulation_steps": accumulation}
@@ -64,7 +64,7 @@ COSTS = st.one_of(
     world_size=st.sampled_from([1, 2, 4, 8]),
     accumulation=st.sampled_from([1, 2, 4]),
     memory=st.sampled_from([1.0, 1.5, 2.0, 4.0]),
-    balance=st.sampled_from(["none", "step", "window:2", "auto"]),
+    balance=st.sampled_from(["none", "step", "stratified:2", "window:2", "auto"]),
 )
 def test_no_other_policy_within_memory_is_predicted_faster_under_the_same_dealing(
     counts, cost, world_size, accumulation, memory, balance

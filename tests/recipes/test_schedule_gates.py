@@ -71,6 +71,12 @@ def test_weights_of_shapes_are_their_share_of_samples_and_of_tokens():
     assert shares["sample"] == pytest.approx(samples / samples.sum(), rel=1e-9)
     # Dividing by the tokens of each step, instead of the mean, leaves a little in favour of small steps.
     assert shares["token"] == pytest.approx(samples * tokens / (samples @ tokens), rel=0.04)
+    ((stratified, _),) = schedules(ROWS[0]._replace(balance="stratified:8"), COUNTS, SEEDS)
+    off = [
+        np.abs(gradient_shares(each)["token"] / (samples * tokens / (samples @ tokens)) - 1)
+        for each in (ours, stratified)
+    ]
+    assert off[1].max() <= off[0].max()
     ((window, _),) = schedules(ROWS[2], COUNTS, SEEDS)
     assert gradient_shares(window)["token"] == pytest.approx(samples * tokens / (samples @ tokens), rel=0.08)
     # Plain averaging of equal-token batches is the token mean but for rounding B down; a compute limit moves it.
