@@ -13,6 +13,7 @@ from accelerate.utils import gather_object
 from checkpoints import named_if_not_written, save_checkpoint
 from data_setup import parse_batch_sizes
 from stopping import out_of_memory, resume_command, stop_requests
+from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 
 from adaptiveload_hf import TrainingMonitor, UserError
@@ -103,7 +104,9 @@ def run_micro_step(accelerator: Accelerator, model, optimizer, scheduler, losses
         loss = losses(batch).mean() * batch["loss_weight"]
         accelerator.backward(loss)
         if accelerator.sync_gradients:
-            grad_norm = float(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm))
+            norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
+            # In torch 2.9 float() of a sharded norm is this rank's part of it.
+            grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         # With float16 the scaler itself leaves such a step out, and must be told, to scale less.
         if grad_norm is None or math.isfinite(grad_norm) or accelerator.scaler is not None:
             optimizer.step()

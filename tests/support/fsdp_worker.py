@@ -50,7 +50,7 @@ def look(accelerator) -> dict:
                 seen["held_gradient"] = sum(g.to_local().numel() for g in gradients)
                 seen["gradient_dtype"] = sorted({str(g.to_local().dtype) for g in gradients})
             else:
-                seen["grad_norm"] = float(accelerator.clip_grad_norm_(model.parameters(), 1.0))
+                seen["grad_norm"] = float(accelerator.clip_grad_norm_(model.parameters(), 1.0).full_tensor())
             optimizer.step()
             optimizer.zero_grad()
     return seen
