@@ -72,6 +72,7 @@ class TrainingMonitor:
             self._schedule = self.loader.schedule
             self._clock.arm()
             yield batch
+            self._check_calls(len(self._micro_steps) - len(self._losses))
             waiting_since = time.perf_counter()
             if not self._micro_steps:  # what the loop did since the last optimizer step, a checkpoint say, is in none
                 self._start = waiting_since
@@ -97,7 +98,9 @@ class TrainingMonitor:
             the monitor was made; `micro_batches`, per micro-step and rank; `findings`, sentences for a person.
 
         Raises:
-            UserError: loss is not a tensor of one number.
+            UserError: loss is not a tensor of one number; or it is called without a batch of the monitor, or twice
+                for one. A batch without a call ends the loop over the monitor with a UserError: on one rank alone,
+                the others would wait for its loss for ever.
         """
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             found = f"a tensor {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
@@ -105,12 +108,11 @@ class TrainingMonitor:
                 f"micro_step_done takes the weighted loss of a micro-batch, a tensor of one number, but found "
                 f"{found}. Pass what accelerator.backward takes."
             )
+        self._check_calls(len(self._micro_steps) - len(self._losses) - 1)
         self._losses.append(loss.detach().float())
         self._pairs.append(self._clock.take())
         if not self.accelerator.sync_gradients:
             return None
-        if len(self._losses) != len(self._micro_steps):
-            raise RuntimeError("iterate over the monitor, and call micro_step_done once for each batch")
         sent = self._exchange(flag)
         # While the device still works: whatever comes after the numbers are read, it waits for.
         cost = self._of_ranks(self._schedule.cost)
@@ -135,6 +137,14 @@ class TrainingMonitor:
         self._pace.update(sum(self._block_seconds), sum(each[self.loader.rank] for each in cost))
         self._begin_step()
         return metrics
+
+    def _check_calls(self, missing: int) -> None:
+        if missing:
+            raise UserError(
+                "TrainingMonitor needs one call of micro_step_done for each batch that a loop over the monitor gets, "
+                f"but there was {'none' if missing > 0 else 'one more'}. Call it also for a batch that the loop skips "
+                "(with a loss of 0), on every rank."
+            )
 
     def _exchange(self, flag: bool) -> torch.Tensor:
         """Of each process flag, pace, the seconds in one block at each micro-step of the step before, and its losses.

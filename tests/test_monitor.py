@@ -170,6 +170,26 @@ def test_a_loss_that_is_no_tensor_of_one_number_is_refused(loss, found):
             monitor.micro_step_done(loss)
 
 
+@pytest.mark.parametrize(
+    ("calls", "found"), [([], "none"), ([1], "none"), ([2], "one more"), ([1, 1, 1, 1], "one more"), ([1, 1, 0], "none")]
+)
+def test_a_batch_without_its_one_call_is_named_before_any_rank_waits_for_it(calls, found):
+    """calls: of micro_step_done, for each batch until the mistake. The second ends an optimizer step."""
+    with fresh_accelerate(ACCELERATE_USE_CPU="true"):
+        accelerator = make_accelerator(gradient_accumulation_steps=2)
+        monitor = TrainingMonitor(accelerator, None, image_loader(accelerator, (8, 8), (2, 2), balance="none"))
+        batches = iter(monitor)
+        with pytest.raises(UserError, match=f"for each batch .*, but there was {found}\\. Call it also for a batch"):
+            for times in calls:
+                next(batches)
+                with accelerator.accumulate():
+                    for _ in range(times):
+                        monitor.micro_step_done(torch.tensor(1.0))
+            next(batches) if found == "none" else monitor.micro_step_done(torch.tensor(1.0))
+            next(batches)
+        batches.close()
+
+
 def test_graphs_that_are_compiled_are_counted():
     before = device_counters()["recompiles"]
     double = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
