@@ -78,11 +78,13 @@ def write_report(
     Returns: (the files written, the page first; problems of the run's metrics, each named by its line).
 
     Raises:
-        UserError: matplotlib is missing, or the run has no metrics.
+        UserError: matplotlib is missing, the run has no metrics, or `output` is a folder.
     """
     require_matplotlib()
     records, problems = ([], []) if run is None else read_metrics(Path(run) / METRICS_FILE)
     output = Path(output)
+    if output.is_dir():
+        raise UserError(f"The page is one file, but {output} is a folder. Give a name in it, such as report.html.")
     pictures = output.with_name(f"{output.stem}_pictures")
     pictures.mkdir(parents=True, exist_ok=True)
 

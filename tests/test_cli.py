@@ -257,11 +257,12 @@ def test_help_shows_an_example(run, command):
         ((*COUNT, "--batch-size", f"1x2x2={'9' * 5000}"), "takes a shape and a number"),
         ((*PLAN, "--samples-per-step", "9", "--target-seconds", "2"), "by which policy 'dual' chooses its target"),
         (("fit", "nowhere.jsonl", "--output", "fitted"), "measurements.jsonl, but nowhere.jsonl is no file"),
+        (("fit", ".", "--output", "fitted"), "measurements.jsonl, but . is no file"),
         ((*FIT, "--patch-size", "1x1x1"), "1x60x104 was measured with 1560 tokens, but patch size"),
         ((*REPORT[:5], "config", *REPORT[6:]), "holds no metrics.jsonl"),
         (("plan", "fitted-without-environment", "--shapes", "shapes.json"), "Pass --world-size"),
         ((*FIT[:-1], "shapes.json/config"), "Not a directory: 'shapes.json/config'. Give another path"),
-        ((*REPORT[:-1], "run"), "Is a directory: 'run'. Give another path"),
+        ((*REPORT[:-1], "run"), "The page is one file, but run is a folder. Give a name"),
         ((*REPORT[:-1], "/proc/nowhere/report.html"), "No such file or directory: '/proc/nowhere'. Give another path"),
     ],
 )

@@ -208,6 +208,14 @@ def test_of_a_long_run_of_many_ranks_only_what_is_drawn_is_held(tmp_path):
     assert len(records) == 300 and held < path.stat().st_size / 2
 
 
+def test_a_page_in_a_folders_place_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in (".", "/", tmp_path):
+        with pytest.raises(UserError, match=r"The page is one file, but .* is a folder\. Give a name in it"):
+            write_report(folder, make_config(), COUNTS, **RANKS)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_folder_without_metrics_is_an_error(tmp_path):
     with pytest.raises(UserError, match=r"holds no metrics\.jsonl"):
         write_report(tmp_path / "report.html", make_config(), COUNTS, run=tmp_path, **RANKS)

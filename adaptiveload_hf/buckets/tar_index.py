@@ -77,7 +77,7 @@ def _write_index(index: Path, stamp: list, root: Path, names: list[str]) -> list
     noted = {"format_version": _FORMAT_VERSION, "shards": stamp, "problems": problems}
     table = table.replace_schema_metadata({"adaptiveload": json.dumps(noted)})
     # Renamed when whole: other ranks may be reading, or writing the same.
-    temporary = index.with_name(f"{index.name}.{uuid.uuid4().hex}")
+    temporary = index.parent / f"{index.name}.{uuid.uuid4().hex}"
     try:
         with open(temporary, "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table, max_chunksize=10_000)

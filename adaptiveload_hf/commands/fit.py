@@ -44,7 +44,7 @@ def fit(
     source = measurements or from_log
     origin = {"model": {}, "environment": {}, "geometry": parse_geometry(patch_size, text_tokens)}
     origin["origin"] = "benchmark" if from_log is None else "training_log"
-    if source.with_name(CONFIG_FILE).is_file():
+    if (source.parent / CONFIG_FILE).is_file():
         known = BucketConfig.from_pretrained(source.parent)
         origin |= {"model": known.model, "environment": known.environment, "geometry": known.geometry}
         if from_log is None and known.origin == "training_log":

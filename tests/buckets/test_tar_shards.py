@@ -229,12 +229,15 @@ def test_an_index_that_is_damaged_or_foreign_is_written_anew(tmp_path, content):
     assert names(load(tmp_path)[0]) == ["0.tar/a", "0.tar/b"]
 
 
-def test_an_index_can_be_kept_elsewhere_and_one_that_cannot_be_written_is_named(tmp_path):
+def test_an_index_can_be_kept_elsewhere_and_one_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     shard_of(tmp_path / "data" / "0.tar", "a")
     load(tmp_path / "data", index=tmp_path / "offsets")
     assert (tmp_path / "offsets").is_file() and len(list((tmp_path / "data").iterdir())) == 1
     with pytest.raises(UserError, match=r"cannot be kept in .*missing.offsets: No such file.*Give a place.*index="):
         load(tmp_path / "data", index=tmp_path / "missing" / "offsets")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"cannot be kept in \.: .*Give a place.*index="):
+        load(tmp_path / "data", index=".")
 
 
 def test_a_shard_that_changes_after_loading_is_named_when_read(tmp_path):
