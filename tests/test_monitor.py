@@ -171,7 +171,8 @@ def test_a_loss_that_is_no_tensor_of_one_number_is_refused(loss, found):
 
 
 @pytest.mark.parametrize(
-    ("calls", "found"), [([], "none"), ([1], "none"), ([2], "one more"), ([1, 1, 1, 1], "one more"), ([1, 1, 0], "none")]
+    ("calls", "found"),
+    [([], "none"), ([1], "none"), ([2], "one more"), ([1, 1, 1, 1], "one more"), ([1, 1, 0], "none")],
 )
 def test_a_batch_without_its_one_call_is_named_before_any_rank_waits_for_it(calls, found):
     """calls: of micro_step_done, for each batch until the mistake. The second ends an optimizer step."""

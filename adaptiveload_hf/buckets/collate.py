@@ -7,6 +7,7 @@ import multiprocessing
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 
@@ -68,7 +69,7 @@ def _name(row: dict) -> str:
 
 def _stack(rows: list[dict], column: str) -> torch.Tensor:
     """The raw bytes of a column as one tensor [B, *shape]."""
-    kinds = [(tuple(row.get(f"{column}_shape") or ()), row.get(f"{column}_dtype")) for row in rows]
+    kinds = [(_shape(row.get(f"{column}_shape")), row.get(f"{column}_dtype")) for row in rows]
     kind = kinds[0]
     shape, dtype = kind[0], _DTYPES.get(kind[1])
     if dtype is None:
@@ -80,10 +81,11 @@ def _stack(rows: list[dict], column: str) -> torch.Tensor:
                 f"One micro-batch needs one {column} shape and dtype, but {_name(rows[0])} has {kind} and "
                 f"{_name(row)} has {found}. Prepare the dataset with one setting, or give your own collate_fn."
             )
-        if len(row[column]) != expected:
+        size = 0 if row.get(column) is None else len(row[column])
+        if size != expected:
             raise UserError(
-                f"The {column} of {_name(row)} should have {expected} bytes for {kind[1]} {shape}, but has "
-                f"{len(row[column])}. Prepare that file again."
+                f"The {column} of {_name(row)} should have {expected} bytes for {kind[1]} {shape}, but has {size}. "
+                "Prepare that file again."
             )
     stacked = stack_bytes([row[column] for row in rows])
     bad = ", ".join(
@@ -92,6 +94,11 @@ def _stack(rows: list[dict], column: str) -> torch.Tensor:
     if bad:
         raise UserError(f"The {column} of {bad} has NaN or infinite values. Prepare it again, or drop that row.")
     return stacked.view(dtype).view(len(rows), *shape)
+
+
+def _shape(sizes) -> tuple[int, ...]:
+    """A list, or of a dataset with set_format an array; None where the row has no such tensor."""
+    return () if sizes is None else tuple(map(int, sizes))
 
 
 def _filled(part: torch.Tensor, column: str, row: dict, shape: tuple[int, ...]) -> torch.Tensor:
@@ -128,12 +135,7 @@ class BatchReader:
     def __getitems__(self, indices: list[int]) -> dict | Failure:
         # torch would put the worker's traceback into a UserError's message; the message alone is for the user.
         try:
-            many = getattr(self.dataset, "__getitems__", None)
-            rows = many(indices) if many else [self.dataset[index] for index in indices]
-            named = [
-                {**row, "sample_index": index} if isinstance(row, dict) else row for index, row in zip(indices, rows)
-            ]
-            return self.collate_fn(named)
+            return self.collate_fn(self._rows(indices))
         except UserError as error:
             return Failure(str(error))
         except StopIteration:  # a loop over batches would take it for the end of the epoch
@@ -142,14 +144,45 @@ class BatchReader:
                 "nothing. Give it a default, or correct these rows."
             )
 
+    def _rows(self, indices: list[int]) -> list:
+        many = getattr(self.dataset, "__getitems__", None)
+        rows = many(indices) if many else [self.dataset[index] for index in indices]
+        if len(rows) != len(indices):
+            raise UserError(
+                f"The dataset gave {len(rows)} rows for the {len(indices)} samples {indices}, so some would be lost. "
+                "A transform must return a row for each: drop rows beforehand, with filter or select."
+            )
+        taken = any(isinstance(row, dict) and "sample_index" in row for row in rows)
+        if taken and self.collate_fn is not collate_prepared:  # which takes no such column from rows
+            raise UserError("The dataset has a column sample_index, as the loader's own in its rows: rename it.")
+        return [{**row, "sample_index": index} if isinstance(row, dict) else row for index, row in zip(indices, rows)]
+
 
 def keep(batch):
     """The DataLoader's own collate step: nothing is left to do."""
     return batch
 
 
-def check_picklable(dataset, collate_fn: Callable) -> None:
-    """Raises a UserError if workers of this platform's start method could not receive the dataset or collate_fn."""
+def check_workers(num_workers, persistent_workers, prefetch_factor, dataset, collate_fn: Callable) -> None:
+    """
+    Raises:
+        UserError: torch would refuse these options of workers; or workers of this platform's start method could not
+            receive the dataset or collate_fn.
+    """
+    prefetched = 1 if prefetch_factor is None else prefetch_factor
+    for name, number, least in (("num_workers", num_workers, 0), ("prefetch_factor", prefetched, 1)):
+        if not (isinstance(number, Integral) and number >= least):
+            raise UserError(f"{name} is a whole number from {least} on, but found {number!r}.")
+    if num_workers:
+        _check_picklable(dataset, collate_fn)
+    elif persistent_workers or prefetch_factor is not None:
+        raise UserError(
+            f"persistent_workers={persistent_workers} and prefetch_factor={prefetch_factor} need workers, but "
+            "num_workers is 0. Raise it, or leave them out."
+        )
+
+
+def _check_picklable(dataset, collate_fn: Callable) -> None:
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     if method == "fork":
         return

@@ -237,9 +237,24 @@ def cost_model_from_dict(saved: dict) -> CostModel:
             f"The {model.kind} cost model has the non-negative parameters {sorted(expected)}, but found {found}."
         )
     loaded = model(**{name: float(value) for name, value in found.items()})
-    if loaded.seconds(1, 1) < _SHORTEST:
-        raise UserError(f"A cost model must make a step take time, but {found} makes it take none. Fit it again.")
+    check_cost(loaded, 1)
     return loaded
+
+
+def check_cost(cost: CostModel, tokens) -> None:
+    """
+    Args:
+        tokens: S of one sample, or of each bucket.
+
+    Raises:
+        UserError: a step would take no time, less than none with more samples, or more than any number.
+    """
+    one, more = cost.seconds(1, tokens), cost.seconds_per_sample(tokens)
+    if not (np.all(one >= _SHORTEST) and np.all(more >= 0) and np.all(np.isfinite(one))):
+        raise UserError(
+            f"A cost model must make a step take time, and more samples no less, but by {cost} one of S = {tokens} "
+            f"takes {one} and each further one {more}. Fit it again."
+        )
 
 
 @dataclass(frozen=True)

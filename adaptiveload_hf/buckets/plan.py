@@ -11,7 +11,7 @@ from typing import TypedDict
 import numpy as np
 
 from ..errors import UserError
-from .cost import CostModel, MemoryModel
+from .cost import CostModel, MemoryModel, check_cost
 from .deal import WORTH_A_WINDOW, check_balance, check_ranks
 from .findings import plan_findings
 from .shapes import LatentShape, TokenGeometry
@@ -189,6 +189,7 @@ def make_plan(
     geometry = geometry or TokenGeometry()
     tokens = np.array([geometry.tokens(shape) for shape in shapes], dtype=np.int64)
     counts = np.array([shape_counts[shape] for shape in shapes], dtype=np.int64)
+    check_cost(cost, tokens)
     limited = memory_limit_gib is not None
     if limited and memory is None:
         raise UserError(

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+
 from accelerate.state import AcceleratorState, GradientState, is_initialized
 from accelerate.utils import gather_object
+from torch.utils.data import IterableDataset
 
 from ..errors import UserError
 from .plan import PlanOptions
 from .schedule import EpochSchedule
+
+_LONG_WAIT_SECONDS = 60
+_WAITING = (
+    "adaptiveload: a rank waits for the others where a loader is made or an epoch begins. Every rank must come there: "
+    "make and iterate each BucketDataLoader on all ranks, one for validation too."
+)
 
 
 def data_rank_and_size(accelerator) -> tuple[int, int]:
@@ -21,7 +31,7 @@ def data_rank_and_size(accelerator) -> tuple[int, int]:
     return accelerator.process_index // peers, accelerator.num_processes // peers
 
 
-def check_arguments(dataset, config, accelerator, shapes, plan_options) -> None:
+def check_arguments(dataset, config, accelerator, shapes, collate_fn, plan_options) -> None:
     """
     Raises:
         UserError: an argument of a loader is of another kind, such as the path of a config, or one of torch's loader.
@@ -40,9 +50,19 @@ def check_arguments(dataset, config, accelerator, shapes, plan_options) -> None:
         ("config", config, "plan", "a BucketConfig, such as BucketConfig.from_pretrained(FOLDER)"),
         ("accelerator", accelerator, "gradient_state", "the run's Accelerator, such as make_accelerator()"),
         ("shapes", shapes, "bucket_of_sample", "a BucketIndex, such as index_shapes(sizes)"),
+        ("collate_fn", collate_fn, "__call__", "a function of a list of rows that returns a dict"),
     ):
-        if not hasattr(value, attribute) and not (name == "shapes" and value is None):
+        # One of torch's streaming datasets may have a length, and always has a __getitem__ that raises.
+        has = hasattr(value, attribute) and not isinstance(value, IterableDataset)
+        if not has and not (name in ("shapes", "collate_fn") and value is None):
             raise UserError(f"{name} must be {words}, but it is {type(value).__name__} {str(value)[:80]!r}.")
+    formatted = getattr(dataset, "format", None)
+    kind = formatted.get("type") if isinstance(formatted, dict) else None
+    if collate_fn is None and kind not in (None, "custom"):  # custom is a transform
+        raise UserError(
+            f"The dataset has set_format({kind!r}), which cuts zeros off the end of stored bytes. Give it as it was "
+            "loaded, or your own collate_fn."
+        )
 
 
 def check_run(schedule: EpochSchedule, accelerator=None) -> None:
@@ -97,11 +117,20 @@ def compare_ranks(mine: dict) -> None:
     Raises:
         UserError: they differ; names the rank, the field and both values.
     """
-    everyone = gather_object([mine])
+    waiting = threading.Timer(_LONG_WAIT_SECONDS, print, [_WAITING], {"file": sys.stderr, "flush": True})
+    waiting.daemon = True
+    waiting.start()
+    try:
+        everyone = gather_object([mine])
+    finally:
+        waiting.cancel()
     for rank, other in enumerate(everyone):
         for field, value in everyone[0].items():
             if other[field] != value:
+                remedy = "Start all ranks with the same data, config and arguments."
+                if field == "plan":
+                    remedy += " Where GPUs differ in memory, give memory_limit_gib."
                 raise UserError(
                     f"All ranks must train on one schedule, but the {field} of rank {rank} is {other[field]} and "
-                    f"that of rank 0 is {value}. Start all ranks with the same data, config and arguments."
+                    f"that of rank 0 is {value}. {remedy}"
                 )

@@ -15,12 +15,12 @@ from torch.utils.data import DataLoader
 from typing_extensions import Unpack
 
 from ..errors import UserError
-from .collate import BatchReader, Failure, check_picklable, collate_prepared, keep
+from .collate import BatchReader, Failure, check_workers, collate_prepared, keep
 from .cost import CostModel
 from .plan import BucketPlan, PlanOptions
 from .ranks import check_arguments, check_run, check_scheduler, compare_ranks, data_rank_and_size
 from .schedule import EpochSchedule, count_update_steps, schedule_epoch
-from .shapes import BucketIndex, dataset_fingerprint, leave_out_absent, read_shapes, shape_counts
+from .shapes import BucketIndex, check_index, dataset_fingerprint, leave_out_absent, read_shapes, shape_counts
 from .state import check_whole, read_state, register, sealed
 
 
@@ -79,7 +79,7 @@ class BucketBatchSampler:
     def set_epoch(self, epoch: int, segments: Sequence[dict] = ()) -> None:
         """Goes to an epoch, of which `segments` have been trained on already."""
         if (epoch, tuple(segments)) != (self.epoch, self._segments):
-            self.epoch, self._segments, self._schedule = int(epoch), tuple(segments), None
+            self.epoch, self._segments, self._schedule = epoch, tuple(segments), None
 
     @property
     def loss_normalization(self) -> str:
@@ -96,7 +96,7 @@ class BucketBatchSampler:
 
     def loss_weight(self, micro_step: int, rank: int) -> float:
         """What to multiply the mean loss of a rank's micro-batch by, before `accelerator.backward`."""
-        return float(self.schedule.loss_weight[micro_step * self.schedule.world_size + rank])
+        return float(self.schedule.loss_weight[self.schedule.place(micro_step, rank)])
 
     def for_rank(self, rank: int) -> RankBatches:
         """One data rank's micro-batches, to give to a torch DataLoader that is not prepared."""
@@ -181,16 +181,10 @@ class BucketDataLoader(DataLoaderStateMixin):
     ):
         if on_dataset_change not in ("error", "new_epoch"):
             raise UserError(f"on_dataset_change is 'error' or 'new_epoch', but found {on_dataset_change!r}.")
-        check_arguments(dataset, config, accelerator, shapes, plan_options)
-        index = read_shapes(dataset) if shapes is None else shapes
-        if len(index.bucket_of_sample) != len(dataset):
-            raise UserError(
-                f"shapes must have one entry per sample: the dataset has {len(dataset)} samples, shapes "
-                f"{len(index.bucket_of_sample)}."
-            )
+        check_arguments(dataset, config, accelerator, shapes, collate_fn, plan_options)
+        index = check_index(read_shapes(dataset) if shapes is None else shapes, len(dataset))
         collate_fn = collate_fn or collate_prepared
-        if num_workers:
-            check_picklable(dataset, collate_fn)
+        check_workers(num_workers, persistent_workers, prefetch_factor, dataset, collate_fn)
         self.dataset, self.accelerator, self.gradient_state = dataset, accelerator, accelerator.gradient_state
         self.seed, self._on_dataset_change = seed, on_dataset_change
         self.fingerprint = dataset_fingerprint(dataset, index, repeats)
@@ -245,6 +239,14 @@ class BucketDataLoader(DataLoaderStateMixin):
             rest = sum(self._sampler.num_update_steps(epoch) for epoch in later)
         return self._steps_before + self.schedule.num_update_steps + rest
 
+    @property
+    def sampler(self):
+        """Asked for by `skip_first_batches` of accelerate, which would rebuild this loader as one of torch's."""
+        raise UserError(
+            "A BucketDataLoader has no sampler to replace: after accelerator.load_state it goes on by itself. "
+            "Leave skip_first_batches out."
+        )
+
     def __len__(self) -> int:
         """Micro-steps in `schedule`."""
         return self.schedule.num_micro_steps
@@ -293,13 +295,14 @@ class BucketDataLoader(DataLoaderStateMixin):
         # Counted when the loop gets it: what workers read ahead is read again after a resume.
         self._position += 1
         self.end_of_dataloader = self._position == schedule.num_micro_steps
-        bucket = schedule.bucket[micro_step * schedule.world_size + self.rank]
-        batch["loss_weight"] = self._sampler.loss_weight(micro_step, self.rank)
-        batch["bucket"] = str(self.plan.buckets[bucket].shape)
-        batch["micro_step"] = micro_step
-        batch["sample_index"] = torch.tensor(schedule.micro_batch(micro_step, self.rank))
+        bucket = schedule.bucket[schedule.place(micro_step, self.rank)]
+        ours = {"loss_weight": self._sampler.loss_weight(micro_step, self.rank), "micro_step": micro_step}
+        ours["bucket"] = str(self.plan.buckets[bucket].shape)
         if self._sampler.repeated:
-            batch["occurrence"] = torch.tensor(schedule.occurrences(micro_step, self.rank))
+            ours["occurrence"] = torch.tensor(schedule.occurrences(micro_step, self.rank))
+        if taken := ", ".join(sorted(ours.keys() & batch.keys())):
+            raise UserError(f"The loader adds {', '.join(ours)} to a batch, but collate_fn gave {taken}: rename it.")
+        batch |= {**ours, "sample_index": torch.tensor(schedule.micro_batch(micro_step, self.rank))}
         return batch
 
     def _begin_epoch(self, epoch: int, segments: Sequence[dict], global_step: int) -> None:
@@ -341,7 +344,7 @@ class BucketDataLoader(DataLoaderStateMixin):
                 "digest": schedule.digest,
             }
             segments.append(segment)
-        state = {"epoch": epoch, "global_step": self.global_step, "processes": self.accelerator.num_processes}
+        state = {"epoch": int(epoch), "global_step": self.global_step, "processes": self.accelerator.num_processes}
         state |= {"seed": int(self.seed), "dataset_fingerprint": self.fingerprint, "segments": segments}
         return sealed(state)
 

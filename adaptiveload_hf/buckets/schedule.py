@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UserError
-from .cost import CostModel, cost_model_from_dict
+from .cost import CostModel, check_cost, cost_model_from_dict
 from .deal import best_balance, check_balance, check_ranks, cut_evenly, deal, is_wide
 from .shapes import check_repeats
 
@@ -87,9 +87,23 @@ class EpochSchedule:
         times[counted[order]] = place - np.maximum.accumulate(np.where(first, place, 0))
         return times
 
+    def place(self, micro_step: int, rank: int) -> int:
+        """j of one data rank's micro-batch.
+
+        Raises:
+            UserError: the schedule has no such micro-step or data rank.
+        """
+        if not (0 <= rank < self.world_size and 0 <= micro_step < self.num_micro_steps):
+            raise UserError(
+                f"The schedule has data ranks 0..{self.world_size - 1} and micro-steps 0..{self.num_micro_steps - 1}, "
+                f"but found rank {rank!r} and micro-step {micro_step!r}. `data_rank_and_size(accelerator)` says which "
+                "data rank a process is."
+            )
+        return micro_step * self.world_size + rank
+
     def micro_batch(self, micro_step: int, rank: int) -> np.ndarray:
         """Sample indices, int64 [B], of one data rank's micro-batch."""
-        j = micro_step * self.world_size + rank
+        j = self.place(micro_step, rank)
         return self.sample_order[self.offsets[j] : self.offsets[j + 1]]
 
     def occurrences(self, micro_step: int, rank: int) -> np.ndarray:
@@ -98,7 +112,7 @@ class EpochSchedule:
         Counted from the end, (sample, occurrence) are the same pairs in any order of the epoch, also where what was
         left of it has been scheduled anew: what random numbers of a sample can be keyed by.
         """
-        j = micro_step * self.world_size + rank
+        j = self.place(micro_step, rank)
         return self._times_to_come[self.offsets[j] : self.offsets[j + 1]]
 
     def rank_batches(self, rank: int, first_micro_step: int) -> Iterator[list[int]]:
@@ -209,6 +223,7 @@ def _checked_buckets(bucket_of_sample, setting: _Setting, loss_normalization: st
         raise UserError(f"loss_normalization is one of {LOSS_NORMALIZATIONS}, but found {loss_normalization!r}.")
     check_ranks(setting.world_size, setting.gradient_accumulation_steps)
     check_balance(setting.balance)
+    check_cost(setting.cost, np.array(setting.tokens))
     # numpy sorts 8- and 16-bit integers by radix, in a pass a byte; how it sorts wider ones is much slower.
     return buckets.astype(np.min_scalar_type(len(setting.batch_sizes) - 1))
 

@@ -137,6 +137,30 @@ def index_shapes(sizes: np.ndarray) -> BucketIndex:
     return BucketIndex(shapes, bucket_of_sample.astype(np.int64))
 
 
+def check_index(index: BucketIndex, samples: int) -> BucketIndex:
+    """`index`, with its buckets as int64, where it is as `index_shapes` makes it.
+
+    A plan sorts its buckets by shape. In any other order samples would be trained in batches of another shape's size.
+
+    Raises:
+        UserError: buckets of another number of samples or that are not among the shapes, or shapes not sorted.
+    """
+    shapes, buckets = tuple(index.shapes), np.asarray(index.bucket_of_sample)
+    if len(buckets) != samples:
+        raise UserError(
+            f"shapes must have one entry per sample: the dataset has {samples} samples, shapes {len(buckets)}."
+        )
+    known = all(isinstance(shape, LatentShape) for shape in shapes) and list(shapes) == sorted(set(shapes))
+    whole = buckets.ndim == 1 and buckets.size and buckets.dtype.kind in "iu"
+    if not (known and whole and buckets.min() >= 0 and buckets.max() < len(shapes)):
+        raise UserError(
+            "shapes must be as index_shapes(sizes) returns them: distinct, sorted LatentShapes and each sample's "
+            f"position among them, but found {', '.join(map(str, shapes))} and {buckets.dtype} "
+            f"{list(buckets.shape)} from {buckets.min(initial=0)} to {buckets.max(initial=0)}. Call index_shapes."
+        )
+    return BucketIndex(shapes, buckets.astype(np.int64, copy=False))
+
+
 def read_shapes(dataset: Any) -> BucketIndex:
     """Reads the shape of every sample from a `datasets.Dataset` without decoding any other column.
 
@@ -217,8 +241,12 @@ def check_repeats(repeats, samples: int) -> np.ndarray:
         numbers = np.asarray(repeats, dtype=np.float64)
     except (TypeError, ValueError):
         numbers = np.empty(0)
-    if numbers.shape != (samples,) or not np.isfinite(numbers).all() or (numbers < 0).any():
-        raise UserError(f"repeats must be {samples} numbers of at least 0, one a sample, but found {repeats}.")
+    # An epoch is laid out at once, so there is an end to how long one can be.
+    possible = numbers.shape == (samples,) and ((numbers >= 0) & (numbers < 1 << 31)).all()  # NaN is neither
+    if not possible or numbers.sum() >= 1 << 31:
+        raise UserError(
+            f"repeats must be {samples} numbers of at least 0, one a sample, together below 2^31, but found {repeats}."
+        )
     return numbers
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.prepared import save_prepared
 
-from adaptiveload_hf.buckets.collate import BatchReader, Failure, check_picklable, collate_prepared
+from adaptiveload_hf.buckets.collate import BatchReader, Failure, check_workers, collate_prepared
 from adaptiveload_hf.buckets.sources import load_prepared
 from adaptiveload_hf.errors import UserError
 
@@ -105,13 +105,13 @@ def spawn():
 
 def test_a_collate_function_or_dataset_that_cannot_be_sent_to_workers_is_refused(spawn, dataset):
     with pytest.raises(UserError, match=r"collate_fn cannot be sent .* with 'spawn': .* at the top level"):
-        check_picklable(dataset, lambda rows: rows)
+        check_workers(1, False, None, dataset, lambda rows: rows)
     with pytest.raises(UserError, match=r"the dataset cannot be sent to workers started with 'spawn'"):
-        check_picklable(dataset.with_transform(lambda rows: rows), collate_prepared)
-    check_picklable(dataset, collate_prepared)
+        check_workers(1, False, None, dataset.with_transform(lambda rows: rows), collate_prepared)
+    check_workers(1, False, None, dataset, collate_prepared)
 
 
 def test_forked_workers_take_any_collate_function(dataset):
     if multiprocessing.get_start_method() != "fork":
         pytest.skip("this platform does not fork")
-    check_picklable(dataset, lambda rows: rows)
+    check_workers(1, False, None, dataset, lambda rows: rows)

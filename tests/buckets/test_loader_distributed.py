@@ -85,8 +85,15 @@ def test_ranks_that_disagree_are_all_told_which_rank_and_field():
     assert len(first) == 12
     for way, message in first.items():
         assert f"the {named[way]} of rank 1 is " in message, way
+    assert first["plan"].endswith("config and arguments. Where GPUs differ in memory, give memory_limit_gib.")
     assert "the seed of rank 1 is 1 and that of rank 0 is 0." in first["seed"]
     assert "the first_micro_step of rank 1 is 4 and that of rank 0 is 0." in first["first_micro_step"]
+
+
+def test_a_rank_that_waits_long_for_the_others_says_what_they_must_do():
+    waiting, late = on_ranks(2, loader_ranks.one_rank_is_late)
+    assert "make and iterate each BucketDataLoader on all ranks, one for validation too." in waiting
+    assert late == ""
 
 
 def test_a_rank_that_fails_before_the_ranks_compare_ends_the_others_with_its_reason():

@@ -1,5 +1,8 @@
 """What BucketDataLoader and a prepared DataLoader hand out on several ranks, and what they refuse."""
 
+import contextlib
+import io
+import time
 from pathlib import Path
 
 import datasets
@@ -11,6 +14,7 @@ from support.bucketed import COST, CountedConfig, NumberedRows, collate_numbers,
 from torch.utils.data import DataLoader
 
 from adaptiveload_hf import make_accelerator
+from adaptiveload_hf.buckets import ranks
 from adaptiveload_hf.buckets.cost import PowerLaw
 from adaptiveload_hf.buckets.plan import make_plan
 from adaptiveload_hf.buckets.ranks import data_rank_and_size
@@ -169,6 +173,16 @@ def disagreements():
         except UserError as error:
             told[way] = str(error)
     return told
+
+
+def one_rank_is_late():
+    """What is said on a rank that waits for another, which in the end comes."""
+    ranks._LONG_WAIT_SECONDS = 0.2
+    accelerator = Accelerator()
+    time.sleep(accelerator.process_index)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        make_loader(accelerator)
+    return said.getvalue()
 
 
 def one_rank_without_data():
