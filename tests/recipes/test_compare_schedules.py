@@ -18,7 +18,7 @@ from support.launch import ROOT
 from support.prepared import save_config
 
 from adaptiveload_hf import BucketConfig, LatentShape, TokenGeometry, UserError, fit_cost_model, make_accelerator
-from adaptiveload_hf.buckets.cost import read_measurements
+from adaptiveload_hf.buckets.cost import Measurement, read_measurements
 from adaptiveload_hf.buckets.fit import fit_memory_model
 from adaptiveload_hf.buckets.simulate import simulate
 from adaptiveload_hf.commands.arguments import read_samples
@@ -281,3 +281,24 @@ def test_a_committed_replay_took_what_was_predicted_to_within_six_percent(ranks)
         if row["predicted"]:
             # Too long by up to 5.5%: the law was measured before AdamW was fused, which is faster by 0.02 s a step.
             assert row["predicted"]["epoch_seconds"] == pytest.approx(row["seconds"], rel=0.06)
+
+
+@pytest.mark.parametrize("kernels", ["patched", "compiled"])
+def test_a_law_of_every_third_size_says_what_the_sizes_between_took(kernels):
+    replay = json.loads((ROOT / "recipes" / "results" / "wan21_1.3b_replay.json").read_text())
+    timed = []
+    for size, seconds in replay["timed_seconds"][kernels].items():
+        shape, batch_size = size.split("=")
+        tokens = TokenGeometry().tokens(LatentShape.parse(shape))
+        timed.append(Measurement(shape, tokens, int(batch_size), seconds, 0.0))
+    timed.sort(key=lambda m: (m.tokens, m.batch_size))
+    assert len(timed) > 20
+    smallest = min(timed, key=lambda m: m.tokens * m.batch_size)
+    for first in range(3):
+        fitted = [timed[0], smallest, *timed[1 + first : -1 : 3], timed[-1]]
+        others = [m for m in timed if m not in fitted]
+        law = fit_cost_model(fitted).model
+        predicted = np.array([float(law.seconds(m.batch_size, m.tokens)) for m in others])
+        seconds = np.array([m.seconds for m in others])
+        assert np.median(np.abs(predicted / seconds - 1)) < 0.012
+        assert predicted.sum() == pytest.approx(seconds.sum(), rel=0.01)
