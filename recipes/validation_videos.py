@@ -1,5 +1,6 @@
 """What does the model make of a few captions now? Clips by Wan's VAE, as mp4 and in the tracker."""
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -21,11 +22,13 @@ def check_validation(args, variant: WanVariant, transformer_config: dict) -> Non
     """Refuses samples that this transformer alone cannot make.
 
     Raises:
-        UserError: --validation_prompt with an image-to-video transformer or with one of two experts, or a
-            --validation_resolution that is no size of this VAE.
+        UserError: --validation_prompt with an image-to-video transformer, with one of two experts or without PyAV, or
+            a --validation_resolution that is no size of this VAE.
     """
     if not args.validation_prompt:
         return
+    if importlib.util.find_spec("av") is None:
+        raise UserError("--validation_prompt writes clips, which needs PyAV. Install it: pip install av")
     if needs_image(transformer_config) or args.first_frame_given:
         raise UserError("--validation_prompt samples from captions alone, but this transformer needs a first frame.")
     if variant.bounds != (0.0, 1.0):

@@ -1,5 +1,6 @@
 """Does each variant of Wan get what it takes, and is data that it cannot take refused?"""
 
+import importlib.util
 import json
 import shutil
 
@@ -140,6 +141,12 @@ def test_clips_are_not_sampled_from_transformers_that_alone_cannot(small_pipelin
     odd = parse(small_pipeline, *prompt, "--validation_resolution", "5x30x30")
     with pytest.raises(UserError, match=r"needs 4n\+1 frames and multiples of 16 pixels, but it is 5x30x30"):
         check_validation(odd, WanVariant(), config)
+
+
+def test_validation_clips_without_pyav_are_refused_before_weights_are_read(small_pipeline, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"--validation_prompt writes clips, which needs PyAV\. .*pip install av"):
+        check_validation(parse(small_pipeline, "--validation_prompt", "a cat"), WanVariant(), {})
 
 
 def test_a_folder_that_is_no_pipeline_is_named(tmp_path):
