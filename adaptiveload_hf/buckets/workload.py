@@ -15,6 +15,7 @@ from .shapes import LatentShape
 # lie on this side or that of the one at which "auto" is content, and the limit would be chosen by luck. An epoch of 59
 # optimizer steps dealt in windows of two varies by 0.4% from order to order; "auto" asks for 1%.
 _EXCERPT, _IN_ALL = 1 << 13, 1 << 17
+_IN_STRATA = 1 << 15  # "auto" tries stratified steps in several sizes: slower to lay out, and more alike
 _ORDERS = 64
 
 
@@ -102,7 +103,9 @@ class Workload:
         length = min(total, max(_EXCERPT, 32 * group)) // group * group
         picked = np.diff(np.cumsum(numbers) * length // total, prepend=0)
         excerpt, random = np.repeat(seconds, picked), np.random.default_rng(0)
-        orders = [random.permutation(excerpt) for _ in range(min(_ORDERS, max(1, _IN_ALL // length)))]
+        stratified = self.balance == "auto" and self.gradient_accumulation_steps > 1
+        number = (_IN_STRATA if stratified else _IN_ALL) // length
+        orders = [random.permutation(excerpt) for _ in range(min(_ORDERS, max(1, number)))]
         run = self.world_size, self.gradient_accumulation_steps
         if self.balance == "auto":
             modes, found = zip(*(best_balance(order, *run, total // group) for order in orders))
