@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -240,7 +240,7 @@ class BucketDataLoader(DataLoaderStateMixin):
         return self._steps_before + self.schedule.num_update_steps + rest
 
     @property
-    def sampler(self):
+    def sampler(self) -> NoReturn:
         """Asked for by `skip_first_batches` of accelerate, which would rebuild this loader as one of torch's."""
         raise UserError(
             "A BucketDataLoader has no sampler to replace: after accelerator.load_state it goes on by itself. "
