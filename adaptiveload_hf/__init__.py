@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run __getattr__
     from .config import BucketConfig as BucketConfig
     from .distributed import all_ranks_fail_together as all_ranks_fail_together
     from .distributed import make_accelerator as make_accelerator
+    from .distributed import model_input_dtype as model_input_dtype
     from .errors import UserError as UserError
     from .monitor import TrainingMonitor as TrainingMonitor
 
@@ -66,6 +67,7 @@ _PUBLIC = {
     "BucketDataLoader": "buckets.sampler",
     "BucketConfig": "config",
     "make_accelerator": "distributed",
+    "model_input_dtype": "distributed",
     "all_ranks_fail_together": "distributed",
     "measure_shapes": "benchmark",
     "measure_steps": "benchmark",

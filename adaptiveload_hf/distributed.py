@@ -81,7 +81,10 @@ def make_accelerator(
 
 
 def model_input_dtype(accelerator: Accelerator) -> torch.dtype:
-    """The dtype of hidden states and text embeddings at the model's door.
+    """The dtype in which to give a model its hidden states and text embeddings.
+
+    Args:
+        accelerator: from `make_accelerator`.
 
     Returns:
         The parameters' compute dtype under FSDP2 (nothing casts there), else float32, which autocast takes from.

@@ -12,8 +12,14 @@ import torch
 from diffusers import WanTransformer3DModel
 from diffusers.optimization import get_scheduler
 
-from adaptiveload_hf import BucketConfig, BucketDataLoader, load_prepared, make_accelerator, patch_model
-from adaptiveload_hf.distributed import model_input_dtype
+from adaptiveload_hf import (
+    BucketConfig,
+    BucketDataLoader,
+    load_prepared,
+    make_accelerator,
+    model_input_dtype,
+    patch_model,
+)
 
 
 def mean_loss(model, batch: dict, dtype: torch.dtype) -> torch.Tensor:

@@ -31,6 +31,7 @@ from adaptiveload_hf import (
     make_accelerator,
     make_plan,
     measure_steps,
+    model_input_dtype,
     patch_model,
     patched,
     register_adapter,
@@ -55,6 +56,7 @@ def patch(model: torch.nn.Module) -> None:
 def load(model: torch.nn.Module, config: BucketConfig) -> None:
     accelerator = make_accelerator(gradient_accumulation_steps=2)
     assert_type(accelerator, Accelerator)
+    assert_type(model_input_dtype(accelerator), torch.dtype)
     dataset = load_prepared("prepared")
     assert_type(dataset, Dataset)
     assert_type(load_latent_folder(Path("cache"), latent_normalized=True), tuple[Dataset, list[str]])
