@@ -42,6 +42,7 @@ from safetensors.torch import save
 from sample_plan import Planned, look_through, plan_samples, read_sample
 from shared_work import gather, in_threads, join_processes, on_main, own_share
 from tqdm import tqdm
+from training_arguments import at_least
 from transformers import AutoTokenizer
 
 from adaptiveload_hf.buckets.shapes import LatentShape, read_shapes, shape_counts
@@ -118,8 +119,6 @@ def prepare(args: argparse.Namespace, accelerator):
     family = find_family(args.pretrained_model_name_or_path)
     if args.max_sequence_length is None:
         args.max_sequence_length = family.max_sequence_length
-    if args.max_sequence_length < 1:
-        raise UserError(f"--max_sequence_length must be 1 or more, but it is {args.max_sequence_length}.")
     if (args.instance_data_root is None) == (args.dataset_name is None):
         raise UserError("Give either --instance_data_root, a folder, or --dataset_name, a dataset of the Hub.")
     buckets = parse_buckets(args.video_resolution_buckets, family.grid)
@@ -332,15 +331,16 @@ def parse_args() -> argparse.Namespace:
         metavar="FxHxW",
         help="in frames and pixels; auto (the default) chooses from the data within the next three",
     )
-    add("--max_num_frames", type=int, default=81, help="longest automatic bucket (default: %(default)s)")
+    add("--max_num_frames", type=at_least(1), default=81, help="longest automatic bucket (default: %(default)s)")
     add(
         "--height",
-        type=int,
+        type=at_least(1),
         default=480,
         help="times --width: most pixels of automatic buckets (default: %(default)s)",
     )
-    add("--width", type=int, default=832, help="see --height (default: %(default)s)")
-    add("--max_sequence_length", type=int, help="tokens of a caption, as for the pipeline (default: Wan 512, SD3 256)")
+    add("--width", type=at_least(1), default=832, help="see --height (default: %(default)s)")
+    add("--max_sequence_length", type=at_least(1),
+        help="tokens of a caption, as for the pipeline (default: Wan 512, SD3 256)")  # fmt: skip
     add("--mixed_precision", choices=["no", "bf16"], default="no", help="bf16 runs the text encoders in bfloat16")
     add(
         "--overwrite",

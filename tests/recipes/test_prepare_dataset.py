@@ -237,7 +237,6 @@ def test_illegal_buckets_are_named_with_the_nearest_legal_ones_before_any_file_i
             {"pipeline": "other"},
             "must be a Wan or SD3 pipeline, but its VAE and transformer are AutoencoderKL and WanTransformer3DModel.",
         ),
-        ({"max_sequence_length": "0"}, "--max_sequence_length must be 1 or more, but it is 0"),
     ],
 )
 def test_what_the_caller_can_mend_ends_with_a_message_and_no_traceback(
@@ -250,13 +249,19 @@ def test_what_the_caller_can_mend_ends_with_a_message_and_no_traceback(
     with_config(tiny_pipeline, tmp_path / "other", "vae", _class_name="AutoencoderKL")
     root = tmp_path / options["root"] if "root" in options else stills
     pipeline = tmp_path / options["pipeline"] if "pipeline" in options else tiny_pipeline
-    words = ["--max_sequence_length", options["max_sequence_length"]] if "max_sequence_length" in options else []
     where = {name: options[name] for name in ("buckets", "fps") if name in options}
     with pytest.raises(SystemExit) as error:
-        run(monkeypatch, root, tmp_path / "out", pipeline, *words, **where)
+        run(monkeypatch, root, tmp_path / "out", pipeline, **where)
     assert str(error.value.code).startswith("prepare_dataset.py: error: ")
     assert message in str(error.value.code)
     assert not (tmp_path / "out" / "dataset").exists()
+
+
+@pytest.mark.parametrize("name", ["--max_num_frames", "--height", "--width", "--max_sequence_length"])
+def test_a_size_that_makes_no_sense_is_wrong_usage(tmp_path, monkeypatch, capsys, name):
+    with pytest.raises(SystemExit, match="2"):
+        run(monkeypatch, tmp_path, tmp_path / "out", "PIPELINE", name, -5)
+    assert f"argument {name}: must be at least 1, but it is -5" in capsys.readouterr().err
 
 
 def test_the_demo_files_are_the_same_each_time_and_fill_every_bucket_they_were_made_for(tmp_path):
