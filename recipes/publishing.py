@@ -4,6 +4,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 from huggingface_hub import ModelCardData
+from model_setup import load_index
 
 from adaptiveload_hf.hub import full_id, is_hub_id, push_folder
 
@@ -42,7 +43,7 @@ def find_repository(accelerator: Accelerator, args) -> str | None:
     return full_id(args.hub_model_id or Path(args.output_dir).resolve().name, token=args.hub_token)
 
 
-def publish(args, repository: str | None, loader, pipeline_class, model_class, folder: str, environment: dict) -> None:
+def publish(args, repository: str | None, loader, model_class, folder: str, environment: dict) -> None:
     """Writes the card beside the saved result and pushes both; for the main process.
 
     Args:
@@ -54,7 +55,9 @@ def publish(args, repository: str | None, loader, pipeline_class, model_class, f
         UserError: it could not be pushed; everything is saved, and the message has the command for later.
     """
     output_dir = Path(args.output_dir)
-    names = {"pipeline": pipeline_class.__name__, "model": model_class.__name__, "folder": folder}
+    # Image-to-video has a pipeline of its own for the same transformer class.
+    pipeline = load_index(args, "a pipeline")["_class_name"]
+    names = {"pipeline": pipeline, "model": model_class.__name__, "folder": folder}
     # A public page never names a path of this machine.
     base = args.pretrained_model_name_or_path
     names |= {"base": base if is_hub_id(base) else "PIPELINE", "repo": repository or "user/repo"}

@@ -145,7 +145,7 @@ def train(accelerator, args):
     with others_wait(accelerator):
         save_result(accelerator, args, model, PIPELINE_CLASS, variant.subfolder)
         if accelerator.is_main_process:
-            publish(args, repository, loader, PIPELINE_CLASS, MODEL_CLASS, variant.subfolder, environment)
+            publish(args, repository, loader, MODEL_CLASS, variant.subfolder, environment)
 
 
 def load_checked(folder, transformer_config):

@@ -60,3 +60,5 @@ def test_a_variant_is_prepared_for_and_trained(clips, tmp_path, monkeypatch, kin
     start = WanTransformer3DModel.from_pretrained(pipeline, subfolder=saved)
     assert trained.config.in_channels == start.config.in_channels
     assert any((a != b).any() for a, b in zip(trained.parameters(), start.parameters()))
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert f"pipe = {'WanImageToVideoPipeline' if kind == 'i2v' else 'WanPipeline'}.from_pretrained(" in card
