@@ -73,7 +73,13 @@ def _choose(output_dir: Path, wanted: str | None) -> str | None:
                 "them, or 'latest'."
             )
         steps = {other.resolve(): step for step, other in present.items()}
-        later = [present[step].name for step in present if step > steps.get(path.resolve(), math.inf)]
+        step = steps.get(path.resolve())
+        if present and step is None:
+            raise UserError(
+                f"{output_dir} already holds a run ({names}), of which --resume_from_checkpoint {wanted} is none. "
+                "Pass one of these, or another --output_dir."
+            )
+        later = [present[other].name for other in present if other > step]
         if later:
             print(
                 f"going on from {path.name}, though {output_dir} holds {', '.join(later)} of later steps. The first "

@@ -108,7 +108,12 @@ def add_model_arguments(parser, required: bool = True) -> None:
     add("--from_scratch", action="store_true", help="random weights in the pipeline's transformer configuration")
     add("--dataset", required=required, help="output_dir of prepare_dataset.py")
     add("--output_dir", required=True, help="folder for checkpoints, metrics.jsonl and the result")
-    add("--seed", type=at_least(0), default=0, help="for the data's order, noise, timesteps and a LoRA's weights")
+    add(
+        "--seed",
+        type=at_least(0, below=2**32),
+        default=0,
+        help="for the data's order, noise, timesteps and a LoRA's weights",
+    )
     add("--gradient_accumulation_steps", type=at_least(1), default=1, help="K: micro-steps per optimizer step")
     add("--mixed_precision", choices=["no", "bf16", "fp16"], help="default: the launch configuration's")
     add(
@@ -161,7 +166,7 @@ def add_scheduler_arguments(parser) -> None:
         default="constant", help="diffusers' schedules")  # fmt: skip
     add("--lr_warmup_steps", type=at_least(0), default=0, help="optimizer steps of warm-up; not for constant")
     add("--lr_num_cycles", type=at_least(1), default=1, help="cycles of cosine_with_restarts")
-    add("--lr_power", type=float, default=1.0, help="power of polynomial")
+    add("--lr_power", type=at_least(0.0), default=1.0, help="power of polynomial")
 
 
 def add_run_arguments(parser) -> None:

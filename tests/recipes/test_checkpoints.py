@@ -175,6 +175,12 @@ def test_a_run_that_goes_back_keeps_its_own_checkpoints_and_latest_means_them(se
     assert outdated == ([] if limit else ["outdated-checkpoint-5", "outdated-checkpoint-6"])
 
 
+def test_a_checkpoint_of_another_run_is_not_gone_on_with_in_the_folder_of_one(setup, run, tmp_path):
+    other = shutil.copytree(run / "checkpoint-1", tmp_path / "other" / "checkpoint-1")
+    with pytest.raises(UserError, match=rf"already holds a run \(checkpoint-1, checkpoint-2\), of which .*{other} is"):
+        train_here(setup, run, "--resume_from_checkpoint", other)
+
+
 def test_the_learning_rate_and_options_of_the_command_count_and_not_the_checkpoints(setup, run, capsys):
     train_here(setup, run, *LATEST, "--adam_beta2", 0.5, max_train_steps=3, learning_rate=0)
     said = capsys.readouterr().err

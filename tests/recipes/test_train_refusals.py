@@ -51,6 +51,7 @@ def test_an_unknown_tracker_is_wrong_usage(setup, tmp_path, capsys):
     [
         ("--max_train_steps -3", "--max_train_steps: must be at least 1, but it is -3"),
         ("--checkpointing_steps 0", "--checkpointing_steps: must be at least 1, but it is 0"),
+        ("--seed 4294967296", "--seed: must be at least 0, below 4294967296, but it is 4294967296"),
         ("--rank 0", "--rank: must be at least 1, but it is 0"),
         ("--learning_rate nan", "--learning_rate: must be at least 0.0, but it is nan"),
         ("--shift 0", "--shift: must be more than 0.0, but it is 0"),
