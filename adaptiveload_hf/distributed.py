@@ -50,15 +50,16 @@ def make_accelerator(
         The accelerator. Under FSDP, `accelerator.is_fsdp2` is true.
 
     Raises:
-        UserError: K is no number; FSDP is asked for but not active, or is FSDP1; the launcher started another number
-            of processes than the accelerator joins, or more than there are GPUs; or accelerate would split or dispatch
-            batches.
+        UserError: K is no number; DeepSpeed or Megatron-LM is asked for; FSDP is asked for but not active, or is
+            FSDP1; the launcher started another number of processes than the accelerator joins, or more than there are
+            GPUs; or accelerate would split or dispatch batches.
     """
     if not isinstance(gradient_accumulation_steps, int) or gradient_accumulation_steps < 1:
         raise UserError(
             f"gradient_accumulation_steps is a whole number from 1 on, but found {gradient_accumulation_steps!r}."
         )
     _check_batch_options(kwargs)
+    _check_engine()
     _check_gpus(kwargs)
     fsdp_asked = parse_flag_from_env("ACCELERATE_USE_FSDP") or kwargs.get("fsdp_plugin") is not None
     if fsdp_asked:
@@ -172,6 +173,16 @@ def _check_batch_options(kwargs: dict) -> None:
             raise UserError(
                 f"micro-batches of different shapes need {name}=False, but it is True: accelerate would cut them or "
                 f"send them from the main process, and ranks would lose samples or hang. Leave {name} out."
+            )
+
+
+def _check_engine() -> None:
+    """Refuses engines that have a loop, an optimizer and checkpoints of their own."""
+    for engine in ("DeepSpeed", "Megatron_LM"):
+        if parse_flag_from_env(f"ACCELERATE_USE_{engine.upper()}"):
+            raise UserError(
+                f"the launch configuration asks for {engine.replace('_', '-')}, which is not supported: accumulation "
+                "and checkpoints are made for FSDP2 and DDP. Use accelerate_configs/fsdp2.yaml; it shards like ZeRO-3."
             )
 
 

@@ -62,6 +62,15 @@ def test_fsdp1_is_refused_by_name(monkeypatch, precision):
         make_accelerator()
 
 
+@pytest.mark.parametrize(("name", "said"), [("DEEPSPEED", "DeepSpeed"), ("MEGATRON_LM", "Megatron-LM")])
+def test_engines_with_a_loop_of_their_own_are_refused(name, said):
+    with (
+        fresh_accelerate(**{f"ACCELERATE_USE_{name}": "true"}),
+        pytest.raises(UserError, match=rf"asks for {said}, which is not supported.*fsdp2\.yaml"),
+    ):
+        make_accelerator()
+
+
 @pytest.mark.parametrize("steps", [0, -1, 1.5, "2", None])
 def test_an_accumulation_that_is_no_number_of_micro_steps_is_refused(steps):
     with pytest.raises(UserError, match=f"a whole number from 1 on, but found {steps!r}"):
