@@ -242,6 +242,7 @@ def print_rows(rows: list[dict]) -> None:
         if row["predicted"]:
             words.append(f"predicted {row['predicted']['epoch_seconds']:.2f} s")
         words.append(f"step CV {row['predicted_step_cv']:.3f}, efficiency {row['predicted_balance_efficiency']:.3f}")
+        words.append(f"{row['shapes_per_step']:.1f} shapes a step, mix {row['token_share_distance']:.2f}")
         if "seconds" in row:
             words.append(f"measured {row['seconds']:.2f} s, {row['samples_per_second']:.2f} samples/s")
             words.append(f"blocks' balance {row['measured_balance_efficiency']:.3f}")

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 from random_training import KERNELS
+from schedule_gates import shapes_side_by_side, token_share_distance
 
 from adaptiveload_hf import BucketConfig, LatentShape, UserError
 from adaptiveload_hf.buckets.cost import CostModel
@@ -159,6 +160,8 @@ def predict(arm: Arm, plan: BucketPlan, schedule: EpochSchedule, laws: dict[str,
         # Neither of these two depends much on the kernels, so dealing's law will do for those without one.
         "predicted_step_cv": simulation.step_cv,
         "predicted_balance_efficiency": simulation.balance_efficiency,
+        "shapes_per_step": shapes_side_by_side(schedule, schedule.num_update_steps),
+        "token_share_distance": token_share_distance(schedule),
         "predicted": predicted,
         **lanes,
     }
