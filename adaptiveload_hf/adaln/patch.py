@@ -70,21 +70,14 @@ def patch_model(
         extension_missing=extension_missing_reason() if backend == "auto" else None,
     )
     unpatch_model(model)
-    for module in (module for model in models for module in model.modules()):
-        owner = _owner(module)
-        if owner is not None:
-            adapter, version = adapter_of(module, owner)
-            facts = norms_of(module, owner), decided_of(module, owner)
-            rewritten = rewritten_forward(owner, *facts, names, backend, verify, adapter)
-            report.add(rewritten, _install(module, owner, rewritten), note=version)
-            if (base := forward_called_by(owner)) is not None:
-                facts = norms_of(module, base), decided_of(module, base)
-                called = rewritten_forward(base, *facts, names, backend, verify)
-                report.add(called, f"the forward of {owner.__name__} calls it, and the class's own answers")
-        if attention.op_of(module) in names:
-            report.add_attention(owner, attention.install(module, backend))
-    if not report.instances_patched:
-        raise UserError(_nothing_patched(report, models))
+    try:
+        for module in (module for model in models for module in model.modules()):
+            _patch(module, report, names, backend, verify)
+        if not report.instances_patched:
+            raise UserError(_nothing_patched(report, models))
+    except UserError:
+        unpatch_model(model)  # all of it, or nothing
+        raise
     return report
 
 
@@ -122,6 +115,22 @@ def patched(model: nn.Module, **options: Any) -> Iterator[PatchReport]:
 
 
 # ------------------------------------------------------------------------------------------- installing
+
+
+def _patch(module: nn.Module, report: PatchReport, names: frozenset[str], backend: str, verify: str) -> None:
+    """Give one module its rewritten forward and attention processor, where there are any, and report both."""
+    owner = _owner(module)
+    if owner is not None:
+        adapter, version = adapter_of(module, owner)
+        facts = norms_of(module, owner), decided_of(module, owner)
+        rewritten = rewritten_forward(owner, *facts, names, backend, verify, adapter)
+        report.add(rewritten, _install(module, owner, rewritten), note=version)
+        if (base := forward_called_by(owner)) is not None:
+            facts = norms_of(module, base), decided_of(module, base)
+            called = rewritten_forward(base, *facts, names, backend, verify)
+            report.add(called, f"the forward of {owner.__name__} calls it, and the class's own answers")
+    if attention.op_of(module) in names:
+        report.add_attention(owner, attention.install(module, backend))
 
 
 def _owner(module: nn.Module) -> type | None:

@@ -150,6 +150,14 @@ def test_an_edit_that_does_not_stand_once_is_said():
         patch_model(HelperBlock())
 
 
+def test_an_error_leaves_nothing_patched():
+    register_adapter(NAME, sources=SOURCES, edits=[("gate = 1", "gate = 2")])
+    model = torch.nn.ModuleList([GlobalHelperBlock(), HelperBlock()])
+    with pytest.raises(UserError, match="must stand once"):
+        patch_model(model)
+    assert "forward" not in vars(model[0])
+
+
 def test_the_example_in_the_docs_runs(tmp_path, monkeypatch, capsys):
     text = DOCS.read_text().partition("## A family of your own")[2]
     path = tmp_path / "my_block.py"
