@@ -16,11 +16,11 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run __getattr__
     from .buckets.cost import Measurement as Measurement
     from .buckets.fit import fit_cost_model as fit_cost_model
     from .buckets.fit import fit_memory_model as fit_memory_model
+    from .buckets.loader import BucketDataLoader as BucketDataLoader
     from .buckets.plan import BucketPlan as BucketPlan
     from .buckets.plan import dual_constraint_batch_size as dual_constraint_batch_size
     from .buckets.plan import make_plan as make_plan
     from .buckets.sampler import BucketBatchSampler as BucketBatchSampler
-    from .buckets.sampler import BucketDataLoader as BucketDataLoader
     from .buckets.schedule import EpochSchedule as EpochSchedule
     from .buckets.schedule import schedule_epoch as schedule_epoch
     from .buckets.shapes import LatentShape as LatentShape
@@ -64,7 +64,7 @@ _PUBLIC = {
     "schedule_epoch": "buckets.schedule",
     "EpochSchedule": "buckets.schedule",
     "BucketBatchSampler": "buckets.sampler",
-    "BucketDataLoader": "buckets.sampler",
+    "BucketDataLoader": "buckets.loader",
     "BucketConfig": "config",
     "make_accelerator": "distributed",
     "model_input_dtype": "distributed",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     from accelerate import Accelerator
 
-    from .buckets.sampler import BucketDataLoader
+    from .buckets.loader import BucketDataLoader
 
 _WARM_UP_STEPS = 3
 _MEMORY = 0.98  # of the running means, a step: they forget what is 100 steps old

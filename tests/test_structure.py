@@ -62,7 +62,7 @@ LAYERS = [
         "load_figures",
     },
     {"adaln.ops", "buckets.sampler", "config", "distributed", "report", "restart", "scan"},
-    {"adaln.queries"},
+    {"adaln.queries", "buckets.loader"},
     {"adaln.forwards", "benchmark", "monitor", "preflight"},
     {"adaln.attention", "adaln.patch_report"},
     {"adaln.patch"},

@@ -10,7 +10,7 @@ from accelerate.state import GradientState
 from support.accelerators import forget_run
 from support.bucketed import COST, CountedConfig, NumberedRows, collate_numbers, fixed_plan, mixed_index
 
-from adaptiveload_hf.buckets.sampler import BucketDataLoader
+from adaptiveload_hf.buckets.loader import BucketDataLoader
 from adaptiveload_hf.buckets.schedule import schedule_epoch
 
 COUNTS = (200, 100, 50, 10)

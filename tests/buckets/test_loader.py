@@ -1,6 +1,7 @@
 """BucketDataLoader in one process: batches, epochs, counters, workers, errors."""
 
 import gc
+import itertools
 import multiprocessing
 import time
 import types
@@ -24,8 +25,9 @@ from support.prepared import save_prepared
 from support.worlds import start_server
 from torch.utils.data import DataLoader
 
+from adaptiveload_hf.buckets.loader import BucketDataLoader
 from adaptiveload_hf.buckets.ranks import data_rank_and_size
-from adaptiveload_hf.buckets.sampler import BucketBatchSampler, BucketDataLoader
+from adaptiveload_hf.buckets.sampler import BucketBatchSampler
 from adaptiveload_hf.buckets.sources import load_prepared
 from adaptiveload_hf.errors import UserError
 
@@ -147,6 +149,27 @@ def test_validation_inside_an_optimizer_step_leaves_its_count_alone():
             assert loader.accelerator.sync_gradients == (batch["micro_step"] % 3 == 2)
         if batch["micro_step"] % 2:
             assert len(list(held_out)) == 3
+
+
+@pytest.mark.parametrize("begun", ["before training", "in its first micro-step", "inside an optimizer step"])
+@pytest.mark.parametrize("kind", ["ours", "torch's"])
+def test_a_validation_that_is_held_open_leaves_the_count_of_training_alone(kind, begun):
+    """Read by one batch now and then, for ever, so that it also stays at its last batch for several micro-steps."""
+    loader, model = make(accumulation=3), torch.nn.Linear(1, 1)
+    if kind == "ours":
+        held_out = make(accumulation=3, counts=(9,), accelerator=loader.accelerator)
+    else:
+        held_out = loader.accelerator.prepare(DataLoader(NumberedRows(9), batch_size=3))
+    read = chain.from_iterable(itertools.repeat(held_out))
+    if begun == "before training":
+        next(read)
+    for _ in range(2):
+        for number, batch in enumerate(loader):
+            if number >= (begun == "inside an optimizer step") and number % 4 < 2:
+                next(read)
+            with loader.accelerator.accumulate(model):
+                assert loader.accelerator.sync_gradients == (batch["micro_step"] % 3 == 2)
+    del read
 
 
 def test_another_accumulation_than_the_schedules_is_refused():

@@ -9,8 +9,9 @@ from support.bucketed import COST, SHAPES, CountedConfig, NumberedRows, collate_
 from torch.utils.data import IterableDataset, default_collate
 
 from adaptiveload_hf.buckets.cost import Additive, PowerLaw
+from adaptiveload_hf.buckets.loader import BucketDataLoader
 from adaptiveload_hf.buckets.plan import make_plan
-from adaptiveload_hf.buckets.sampler import BucketBatchSampler, BucketDataLoader
+from adaptiveload_hf.buckets.sampler import BucketBatchSampler
 from adaptiveload_hf.buckets.schedule import schedule_epoch
 from adaptiveload_hf.buckets.shapes import BucketIndex
 from adaptiveload_hf.errors import UserError

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from support.bucketed import CountedConfig, NumberedRows, collate_numbers, mixed_index
 
-from adaptiveload_hf.buckets.sampler import BucketDataLoader
+from adaptiveload_hf.buckets.loader import BucketDataLoader
 from adaptiveload_hf.errors import UserError
 
 COUNTS = (30, 14, 9, 4)

@@ -16,7 +16,7 @@ from support.prepared import save_config
 from support.preparing import rows_of
 
 from adaptiveload_hf.buckets.collate import collate_prepared
-from adaptiveload_hf.buckets.sampler import BucketDataLoader
+from adaptiveload_hf.buckets.loader import BucketDataLoader
 from adaptiveload_hf.buckets.sources import load_latent_folder, load_tar_shards
 from adaptiveload_hf.errors import UserError
 

@@ -6,7 +6,7 @@ SD3 because nothing in it is cast to float32 (Wan's norms are), and FSDP2 shards
 import torch
 from support.bucketed import CountedConfig, mixed_index
 
-from adaptiveload_hf.buckets.sampler import BucketDataLoader
+from adaptiveload_hf.buckets.loader import BucketDataLoader
 
 _INPUTS = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep")
 

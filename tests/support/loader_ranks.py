@@ -16,9 +16,10 @@ from torch.utils.data import DataLoader
 from adaptiveload_hf import make_accelerator
 from adaptiveload_hf.buckets import ranks
 from adaptiveload_hf.buckets.cost import PowerLaw
+from adaptiveload_hf.buckets.loader import BucketDataLoader
 from adaptiveload_hf.buckets.plan import make_plan
 from adaptiveload_hf.buckets.ranks import data_rank_and_size
-from adaptiveload_hf.buckets.sampler import BucketBatchSampler, BucketDataLoader
+from adaptiveload_hf.buckets.sampler import BucketBatchSampler
 from adaptiveload_hf.buckets.shapes import TokenGeometry
 from adaptiveload_hf.errors import UserError
 
