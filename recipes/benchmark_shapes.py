@@ -260,10 +260,10 @@ def keep_one_setup(output_dir: Path, setup: dict):
         try:
             earlier = json.loads(path.read_text(encoding="utf-8"))
             differences = [
-                f"{part}.{name}: {earlier[part].get(name)} there, {value} now"
+                f"{part}.{name}: {earlier[part][name]} there, {value} now"
                 for part, values in setup.items()
                 for name, value in values.items()
-                if name != "base_model" and earlier[part].get(name) != value
+                if name != "base_model" and earlier[part].get(name, value) != value
             ]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(

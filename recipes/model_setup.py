@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import xxhash
 from accelerate import Accelerator, init_empty_weights
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, DynamoBackend
 from checkpoints import named_if_not_written
 from diffusers import DiffusionPipeline
 from diffusers.optimization import get_scheduler
@@ -194,6 +194,7 @@ def describe_run(accelerator: Accelerator, args, model_class, transformer_config
         "dtype": {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}[accelerator.mixed_precision],
         "activation_checkpointing": args.gradient_checkpointing or _fsdp_checkpoints(accelerator),
         "patched": not args.no_patch,
+        "compiled": accelerator.state.dynamo_plugin.backend != DynamoBackend.NO,
         "lora": args.rank is not None,
         "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
     }

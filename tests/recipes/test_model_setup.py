@@ -39,6 +39,9 @@ def test_a_run_describes_what_its_seconds_hold_for(small_pipeline):
     assert model["config_hash"] != deeper["config_hash"]
     assert (environment["world_size"], environment["strategy"], environment["dtype"]) == (1, "single", "float32")
     assert (environment["patched"], environment["activation_checkpointing"]) == (False, True)
+    assert environment["compiled"] is False
+    with fresh_accelerate(ACCELERATE_USE_CPU="true", ACCELERATE_DYNAMO_BACKEND="inductor"):
+        assert describe_run(make_accelerator(), args, MODEL_CLASS, config)[1]["compiled"] is True
     assert (environment["gradient_accumulation_steps"], environment["lora"]) == (2, True)
 
 
