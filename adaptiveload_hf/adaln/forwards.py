@@ -10,7 +10,7 @@ from multiprocessing.reduction import ForkingPickler
 from torch import nn
 
 from . import ops as fused_ops
-from . import reference
+from . import reference, registry
 from .adapters import Adapter, adapted, helpers_of
 from .first_call import Verdict, forward_of
 from .inlining import with_helpers
@@ -27,12 +27,12 @@ _IN_TESTS = (
     *(ast.BoolOp, ast.boolop, ast.UnaryOp, ast.Not, ast.Compare, ast.Eq, ast.NotEq, ast.In, ast.NotIn),
     *(ast.Attribute, ast.Name, ast.Load, ast.Constant, ast.Tuple, ast.List),
 )
-# Arguments of FusedOps: the module of the ops, devices, what is passed to every op.
+# Arguments of FusedOps: the module of the ops, devices, what is passed to every op, what runs them.
 BACKENDS = {
-    "auto": (fused_ops, ("cpu", "cuda"), {}),
-    "cuda": (fused_ops, ("cuda",), {}),
-    "triton": (fused_ops, ("cuda",), {"backend": "triton"}),
-    "reference": (reference, ("cpu", "cuda"), {}),
+    "auto": (fused_ops, ("cpu", "cuda"), {}, registry),
+    "cuda": (fused_ops, ("cuda",), {}, registry),
+    "triton": (fused_ops, ("cuda",), {"backend": "triton"}, registry),
+    "reference": (reference, ("cpu", "cuda"), {}, None),
 }
 
 

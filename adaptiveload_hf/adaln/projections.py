@@ -25,7 +25,7 @@ _STATE = ("disable_adapters", "merged", "active_adapters", "active_adapter")
 TESTED_LORA = {("ec0a80f5c5ce05f5", "1e37574f0bcd7c69", "7646cb080720ea51", "75ce6bda4e092973", "f20df3ae27de105b")}
 
 # A function's result that is a view may not be edited in place, as a hook on the attention does. This makes none.
-_reshaped = torch.ops.aten._unsafe_view.default
+_reshaped = torch.ops.aten._unsafe_view.default._op
 _LINEAR_FORWARD, _LINEAR = nn.Linear.forward, F.linear  # another library may put its own in place of them later
 _OWN = {"weight", "bias"}  # the parameters of a linear, unless something keeps them elsewhere, as FSDP 1 does
 # Weight [N, D], bias [N]; LoRA's A [r, D] and B [N, r], and its scaling.
@@ -96,7 +96,7 @@ class _Project(torch.autograd.Function):
             batch, heads, tokens, width = shape
             dx = dx.view(batch, tokens, heads, width).transpose(1, 2)
         elif dx is not None:
-            dx = dx.view(shape)
+            dx = dx.view_as(x)
         return None, None, None, None, dx, *itertools.compress(found, needs)
 
 
@@ -128,7 +128,7 @@ def projected(
     if down is None:
         return y, None
     h = F.linear(rows, down)
-    return _accumulated(y, h, up.t(), scaling, in_place), h
+    return _accumulated(y, h, up.mT, scaling, in_place), h
 
 
 def differentiated(
@@ -148,7 +148,7 @@ def differentiated(
             found += (None, None, None, None)
             continue
         grad = grad.reshape(-1, weight.shape[0])
-        turned = grad.t() if weight_needs or up_needs else None
+        turned = grad.mT if weight_needs or up_needs else None  # which takes the host less than t()
         dweight, dbias = torch.mm(turned, rows) if weight_needs else None, grad.sum(0) if bias_needs else None
         if needs_dx:
             dx = torch.mm(grad, weight) if dx is None else _accumulated(dx, grad, weight, 1.0, in_place)
@@ -158,7 +158,7 @@ def differentiated(
         if again:
             h = F.linear(rows, down)
         grad_h = torch.mm(grad, up)
-        ddown = _scaled_product(grad_h.t(), rows, scaling, down) if down_needs else None
+        ddown = _scaled_product(grad_h.mT, rows, scaling, down) if down_needs else None
         found += (dweight, dbias, ddown, _scaled_product(turned, h, scaling, up) if up_needs else None)
         if needs_dx:
             dx = _accumulated(dx, grad_h, down, scaling, in_place)
@@ -174,9 +174,9 @@ def may_edit() -> bool:
 def _accumulated(total: Tensor, left: Tensor, right: Tensor, factor: float, in_place: bool) -> Tensor:
     """total + factor * left @ right. Not in place where only some are lowered: autocast may be on for the backward of
     a forward without it."""
-    if in_place and total.dtype == left.dtype == right.dtype:
-        return total.addmm_(left, right, alpha=factor)
-    return total.addmm(left, right, alpha=factor)
+    if not (in_place and total.dtype == left.dtype == right.dtype):
+        return total.addmm(left, right, alpha=factor)
+    return total.addmm_(left, right) if factor == 1 else total.addmm_(left, right, alpha=factor)
 
 
 def _scaled_product(left: Tensor, right: Tensor, factor: float, like: Tensor) -> Tensor:
@@ -223,14 +223,12 @@ def projection_of(linear: nn.Module, x: Tensor) -> _Projection | None:
         found = _lora_of(linear, x) if is_tested_lora(kind, kind.forward) else None
     if found is None:
         return None
-    dtype, device = x.dtype, x.device
-    for parameter in found[:4]:  # no DTensor, not quantized
-        if parameter is not None and (
-            (type(parameter) is not nn.Parameter and type(parameter) is not Tensor)
-            or parameter.dtype != dtype
-            or parameter.device != device
-        ):
-            return None
+    dtype = x.dtype
+    for parameter in found[:4]:  # no DTensor, not quantized; on another device than x the products refuse them, too
+        if parameter is not None:
+            kind = type(parameter)
+            if (kind is not nn.Parameter and kind is not Tensor) or parameter.dtype is not dtype:
+                return None
     return found
 
 

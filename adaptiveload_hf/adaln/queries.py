@@ -93,6 +93,7 @@ class _QueriesKeysValues(torch.autograd.Function):
     def forward(ctx, settings, needs, tensors, x, text, *_):
         cos, sin, norm_q, norm_k, *tensors = tensors
         (q, h_q), (k, h_k), (v, h_v) = _projections(settings, x, text, in_fours(tensors))
+        q, k = _as_tokens(q, x), _as_tokens(k, x if text is None else text)
         turned_q, rstd_q = _normed(settings, q, norm_q, cos, sin, 0)
         turned_k, rstd_k = _normed(settings, k, norm_k, cos, sin, 1)
         ctx.set_materialize_grads(False)
@@ -101,10 +102,8 @@ class _QueriesKeysValues(torch.autograd.Function):
         ctx.save_for_backward(x, text, cos, q, k, rstd_q, rstd_k, h_q, h_k, h_v)
         keep(ctx, sin, norm_q, norm_k, *tensors)
         ctx.settings, ctx.needs, ctx.in_triton = settings, needs, settings.in_triton
-        v = _by_head(settings, v)
-        if settings.heads_first:
-            return turned_q.transpose(1, 2), turned_k.transpose(1, 2), v.transpose(1, 2)
-        return turned_q, turned_k, v
+        batch, tokens = k.shape[:2]
+        return turned_q, turned_k, _by_head(settings, v, batch, tokens)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -118,6 +117,7 @@ class _QueriesKeysValues(torch.autograd.Function):
         grad_q, grad_k, grad_v = grads
         if torch.is_grad_enabled():  # the gradients of the norms depend on x, too
             (q, _), (k, _), _ = _projections(settings, x, text, tensors)
+            q, k = _as_tokens(q, x), _as_tokens(k, x if text is None else text)
         grad_q, grad_norm_q = _through_norm(ctx, grad_q, q, rstd_q, norm_q, cos, sin, 0, norm_q_needs)
         grad_k, grad_norm_k = _through_norm(ctx, grad_k, k, rstd_k, norm_k, cos, sin, 1, norm_k_needs)
         grads, found, dxs, needs = (grad_q, grad_k, grad_v), [], [], in_fours(needs)
@@ -126,7 +126,7 @@ class _QueriesKeysValues(torch.autograd.Function):
             if of is not None:
                 some = [each[some] for each in (grads, settings.scalings, tensors, hs, needs)]
                 dx, of_some = differentiated(of.flatten(0, 1), *some, of_needs)
-            dxs.append(None if dx is None else dx.view(of.shape))
+            dxs.append(None if dx is None else dx.view_as(of))
             found += of_some
         found = itertools.compress((None, None, grad_norm_q, grad_norm_k, *found), ctx.needs)
         return None, None, None, *dxs, *found
@@ -138,29 +138,39 @@ _QueriesKeysValues._backward_cls.apply = _QueriesKeysValues.backward  # as in `p
 
 
 def _projections(settings: _Settings, x: Tensor, text: Tensor | None, tensors: list) -> list:
-    """(y, h) of each as in `projections.projected`, y as [B, S, D]."""
-    made, rows, (batch, tokens, _), in_place = [], x.flatten(0, 1), x.shape, may_edit()
+    """(y, h) of each as in `projections.projected`."""
+    made, rows, in_place = [], x.flatten(0, 1), may_edit()
     for i, (scaling, projection) in enumerate(zip(settings.scalings, tensors)):
         if i == settings.of_x:
-            rows, (batch, tokens, _) = text.flatten(0, 1), text.shape
-        y, h = projected(rows, *projection, scaling, in_place)
-        made.append((y.view(batch, tokens, y.shape[1]), h))
+            rows = text.flatten(0, 1)
+        made.append(projected(rows, *projection, scaling, in_place))
     return made
 
 
+def _as_tokens(y: Tensor, of: Tensor) -> Tensor:
+    """y [B S, D] as [B, S, D]."""
+    return y.view(of.shape[0], of.shape[1], y.shape[1])
+
+
 def _normed(settings: _Settings, y: Tensor, weight: Tensor, cos, sin, which: int) -> tuple[Tensor, Tensor]:
-    """(y normalised and turned, [B, S, heads, D / heads], the statistics of its rows)."""
+    """(y normalised and turned, as attention takes it, the statistics of its rows)."""
     if cos is not None:
-        return run("rms_norm_rope", settings.in_triton, y, weight, cos, sin, settings.heads, settings.eps[which])
+        eps = settings.eps[which]
+        turned, rstd = run("rms_norm_rope", settings.in_triton, y, weight, cos, sin, settings.heads, eps)
+        return turned.transpose(1, 2) if settings.heads_first else turned, rstd
     normed, rstd = run(
         "rms_norm_modulate", settings.in_triton, y, None, None, weight, settings.eps[which], 1.0, 0.0, y.dtype
     )
-    return _by_head(settings, normed), rstd
+    return _by_head(settings, normed, y.shape[0], y.shape[1]), rstd
 
 
-def _by_head(settings: _Settings, y: Tensor) -> Tensor:
-    batch, tokens, width = y.shape
-    return y.view(batch, tokens, settings.heads, width // settings.heads)
+def _by_head(settings: _Settings, y: Tensor, batch: int, tokens: int) -> Tensor:
+    """y, which has been made anew, as attention takes it, in one step: each view takes the host as long as a product's
+    arguments."""
+    heads, width = settings.heads, y.shape[-1]
+    if settings.heads_first:
+        return y.as_strided((batch, heads, tokens, width // heads), (tokens * width, width // heads, width, 1))
+    return y.view(batch, tokens, heads, width // heads)
 
 
 def _through_norm(ctx, grad, y, rstd, weight, cos, sin, which: int, weight_needs: bool) -> list[Tensor | None]:

@@ -1,13 +1,13 @@
 """What does a forward look like whose proven sites are fused?
 
-Each site asks at each call whether the fused op applies, and else runs the original expression:
+Each site gets at each call what the fused op gives, or nothing if that does not apply, and then runs the original
+expression:
 
-    (_adaln.modulate(self.norm, x, scale=scale, shift=shift)
-     if _adaln.can_modulate(self.norm, x, scale=scale, shift=shift) else self.norm(x) * (1 + scale) + shift)
+    (_adaln.modulate(self.norm, x, scale=scale, shift=shift) or (self.norm(x) * (1 + scale) + shift,))[0]
 
 A residual whose norm comes next gives both at once, and the norm's place takes what was given:
 
-    x, n = _adaln.pair(...) if _adaln.can_pair(...) else (<x + gate * y as above>, None)
+    x, n = _adaln.pair(...) or (<x + gate * y as above>, None)
     y = n if n is not None else <norm(x) * (1 + scale) + shift as above>
 
 What `effects` cannot prove to be movable stays as it is.
@@ -139,37 +139,35 @@ class Rewriter:
             raise LeftEager("rows of a norm's result are read from no variable")
         self._check_pure(x, match.second, match.shift, dtype)
         self._check_kept(match.statement, raw_x, match.second)
-        self._modulate(match, norm, self._bind("x", raw_x), _copied(match.replaced), dtype)
+        self._modulate(match, norm, raw_x, _copied(match.replaced), dtype)
         if dtype is None:
             self._fused_norms.append(FusedNorm(match, norm_call, match.statement))
         return [match]
 
     def _modulate(self, match, norm, x, literal, dtype, is_plain=None) -> None:
-        """`x`: what evaluates it, and what then stands for it. `dtype`: what a cast around the norm leads to."""
-        options = _flag(cast_back=match.cast_back)
+        """`dtype`: what a cast around the norm leads to."""
+        options = _cast_back(match)
         if dtype is not None and not match.cast_back:
             options["dtype"] = dtype
         if match.one_is_added:
             if self._norms[self._effects.path(norm)] == "layer_norm_modulate":
                 raise LeftEager("its op adds the 1 to the scale itself")
             options["scale_offset"] = ast.Constant(0.0)
-        operands, used = self._bind_modulation(norm, match)
-        test = _call("can_modulate", norm, x[0], **operands)
-        fused = _call("modulate", norm, x[1], **used, **options)
-        test = ast.BoolOp(ast.And(), [is_plain, test]) if is_plain else test
-        self._new_expressions[id(match.replaced)] = ast.IfExp(test, fused, literal)
+        fused = _call("modulate", norm, x, **self._modulation(norm, match), **options)
+        fused = ast.BoolOp(ast.And(), [is_plain, fused]) if is_plain else fused
+        self._new_expressions[id(match.replaced)] = _first(fused, literal)
 
-    def _bind_modulation(self, norm: ast.expr, match: Match) -> tuple[dict[str, ast.expr], dict[str, ast.expr]]:
-        """For scale, shift and the tables added to them: what evaluates each, and what then stands for it."""
-        operands, used = {}, {}
+    def _modulation(self, norm: ast.expr, match: Match) -> dict[str, ast.expr]:
+        """Scale, shift and the tables added to them."""
+        operands = {}
         for name, node in (("scale", match.second), ("shift", match.shift or ast.Constant(None))):
             rows, table = node, None
             if self._norms[self._effects.path(norm)] != "rms_norm_modulate":  # whose op takes no tables
                 rows, table = rows_and_table(node, match.cast_back)
-            operands[name], used[name] = self._bind(name[:2], rows)
+            operands[name] = rows
             if table is not None:
-                operands[f"{name}_table"], used[f"{name}_table"] = self._bind(f"{name[:2]}t", table)
-        return operands, used
+                operands[f"{name}_table"] = table
+        return operands
 
     def _fuse_gate(self, match: Match) -> list[Match]:
         gate, y = self._finder.gate_and_branch(match.second)
@@ -196,9 +194,8 @@ class Rewriter:
     def _add_gated(self, match: Match, bindings, substitutes) -> None:
         """`bindings`: for x, y and gate what evaluates it and what then stands for it."""
         used = {name: use for name, (_, use) in bindings.items()}
-        test = _call("can_gate", **{name: bound for name, (bound, _) in bindings.items()})
-        fused = _call("gate_residual", **used, **_flag(cast_back=match.cast_back))
-        self._new_expressions[id(match.replaced)] = ast.IfExp(test, fused, _copied(match.replaced, substitutes))
+        fused = _call("gate_residual", **{name: bound for name, (bound, _) in bindings.items()}, **_cast_back(match))
+        self._new_expressions[id(match.replaced)] = _first(fused, _copied(match.replaced, substitutes))
         self._bindings[id(match)] = bindings
         self._drop_after(match.statement, used["y"])
 
@@ -233,7 +230,7 @@ class Rewriter:
         for match in matches:
             literal = _copied(match.replaced, {id(match.main): ast.IfExp(is_plain, call, normed), **on_device})
             x_now = kept_x if match.rows is None else ast.Subscript(kept_x, match.rows, ast.Load())
-            self._modulate(match, norm, self._bind("x", x_now), literal, kept_dtype, is_plain)
+            self._modulate(match, norm, x_now, literal, kept_dtype, is_plain)
         self._drop_after(matches[-1].statement, kept_x, normed)
         if len(matches) == 1 and matches[0].rows is None and dtype is None:
             self._fused_norms.append(FusedNorm(matches[0], norm_call, definition, unless_plain))
@@ -273,20 +270,18 @@ class Rewriter:
             raise LeftEager("the residual before the branch makes no pair")
         normed = self._given.get(id(norm)) or self._take_given(pair.norm)
         operands = {name: bound for name, (bound, _) in bindings.items()}
-        used = {name: use for name, (_, use) in bindings.items()}
-        alone_operands = dict(used)
-        for given, modulation in zip((operands, used), self._bind_modulation(pair.norm.call.func, norm)):
-            given |= {"norm": pair.norm.call.func, **modulation}
-        cast_back = _flag(cast_back=residual.cast_back)
-        test = _call("can_pair", **operands, **cast_back)
-        tests = [test] + ([_call("is_plain", *others)] if others else [])
+        func = pair.norm.call.func
+        operands |= {"norm": func, **self._modulation(func, norm), **_cast_back(residual)}
+        operands |= _flag(norm_casts_back=norm.cast_back)
+        if others:
+            operands["between"] = _tuple(*others)
         if pair.branch is not None and not pair.at_its_end:
-            tests.append(ast.UnaryOp(ast.Not(), _copied(pair.branch.test)))
-        test = ast.BoolOp(ast.And(), tests) if tests[1:] else test
-        both = _call("pair", **used, **cast_back, **_flag(norm_casts_back=norm.cast_back))
-        if isinstance(alone, ast.IfExp):
-            alone.test = _call("can_gate", **alone_operands)
-        self._new_expressions[id(residual.replaced)] = ast.IfExp(test, both, _tuple(alone, ast.Constant(None)))
+            operands["unless"] = _copied(pair.branch.test)
+        if residual.site.kind == "gate":  # whose operands the call for both has evaluated
+            used = {name: use for name, (_, use) in bindings.items()}
+            alone = _first(_call("gate_residual", **used, **_cast_back(residual)), alone.value.values[1].elts[0])
+        either = ast.BoolOp(ast.Or(), [_call("pair", **operands), _tuple(alone, ast.Constant(None))])
+        self._new_expressions[id(residual.replaced)] = either
         targets = _tuple(*statement.targets, normed, context=ast.Store())
         self._new_statements[id(statement)] = [ast.Assign([targets], residual.replaced)]
         return [pair]
@@ -378,6 +373,16 @@ def _call(function: str, *arguments: ast.expr, **keywords: ast.expr) -> ast.Call
 
 def _flag(**flags: bool) -> dict[str, ast.expr]:
     return {name: ast.Constant(True) for name, is_set in flags.items() if is_set}
+
+
+def _cast_back(match: Match) -> dict[str, ast.expr]:
+    return _flag(cast_back=match.cast_back)
+
+
+def _first(fused: ast.expr, literal: ast.expr) -> ast.expr:
+    """What is in the tuple `fused` unless that is empty, else the literal."""
+    either = ast.BoolOp(ast.Or(), [fused, _tuple(literal)])
+    return ast.Subscript(either, ast.Constant(0), ast.Load())
 
 
 def _tuple(*parts: ast.expr, context: ast.expr_context | None = None) -> ast.Tuple:

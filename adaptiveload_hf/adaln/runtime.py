@@ -39,35 +39,23 @@ class FusedOps:
         ops: the module that holds them, `adaln.ops` or `adaln.reference`.
         device_types: devices that they are used on.
         options: passed to every op.
+        registry: the module whose `call` runs an op with arguments that have been looked at: to have `ops` look at
+            them again takes the host a third of the time that an op takes. None: `ops` runs them.
         names: the ops that may be used.
     """
 
     ops: types.ModuleType
     device_types: tuple[str, ...]
     options: dict[str, str]
+    registry: types.ModuleType | None
     names: frozenset[str]
 
     def is_plain(self, *norms: nn.Module) -> bool:
         """Whether norms are known ones whose calls do nothing but their arithmetic."""
-        return (
-            _as_they_came(*norms) and no_hooks_on(*norms) and all(NORM_OPS[type(norm)] in self.names for norm in norms)
-        )
-
-    def can_modulate(
-        self, norm: nn.Module, x: Tensor, scale: Tensor | None, shift: Tensor | None, **tables: Tensor
-    ) -> bool:
-        """Whether `modulate` stands for `norm(x) * (1 + scale) + shift`: equal but for rounding, nothing skipped.
-
-        `tables`: `scale_table` and `shift_table`, which the source adds to scale and shift.
-        """
-        return (
-            self.is_plain(norm)
-            and self._is_stream(x)
-            and _normalizes_rows_of(norm, x, x.dtype)
-            and _fits_rows(scale, x)
-            and _fits_rows(shift, x)
-            and (not tables or _fit_tables(tables, x))
-        )
+        for norm in norms:
+            if NORM_OPS.get(type(norm)) not in self.names:
+                return False
+        return _as_they_came(*norms) and no_hooks_on(*norms)
 
     def modulate(
         self,
@@ -80,62 +68,50 @@ class FusedOps:
         dtype: torch.dtype | None = None,
         scale_offset: float = 1.0,
         **tables: Tensor,
-    ) -> Tensor:
-        """norm(x) * (scale_offset + scale) + shift, of x's dtype with `cast_back`, else of the dtype that eager gives.
+    ) -> tuple[Tensor] | tuple[()]:
+        """norm(x) * (scale_offset + scale) + shift, of x's dtype with `cast_back`, else of the dtype that eager gives;
+        nothing where that would be more than rounding away from what eager computes, or skip anything.
 
-        `dtype` is what the source casts norm(x) to. Only RMS norms take a `scale_offset`.
+        `dtype` is what the source casts norm(x) to. Only RMS norms take a `scale_offset`. `tables`: `scale_table` and
+        `shift_table`, which the source adds to scale and shift.
         """
+        if not (self.is_plain(norm) and self._is_stream(x) and _normalizes_rows_of(norm, x, x.dtype)):
+            return ()
+        in_order = _in_order(x, (scale, shift), tables)
+        if in_order is None:
+            return ()
         if cast_back:
             out_dtype = x.dtype
         elif dtype is not None:
             out_dtype = _promoted(dtype, scale, shift, *tables.values())
         else:
             out_dtype = _modulated_dtype(norm, x, x.dtype, scale, shift, *tables.values())
-        scale, shift = _as_rows(scale), _as_rows(shift)
-        options = {"eps": norm.eps, "out_dtype": out_dtype, **self.options}
         if NORM_OPS[type(norm)] == "layer_norm_modulate":
-            return self.ops.layer_norm_modulate(x, scale, shift, **affine_of(norm), **options, **tables)
+            affine = affine_of(norm)
+            if in_order and self.registry is not None:
+                columns = affine["weight"], affine["bias"], tables.get("scale_table"), tables.get("shift_table")
+                return self._call("layer_norm_modulate", x, scale, shift, *columns, norm.eps, out_dtype)[:1]
+            options = {"eps": norm.eps, "out_dtype": out_dtype, **affine, **tables}
+            return (self.ops.layer_norm_modulate(x, _as_rows(scale), _as_rows(shift), **options, **self.options),)
         offsets = {"scale_offset": scale_offset, "weight_offset": _WEIGHT_OFFSETS.get(type(norm), 0.0)}
-        return self.ops.rms_norm_modulate(x, scale, shift, weight=norm.weight, **offsets, **options)
+        options = {"weight": norm.weight, "eps": norm.eps, "out_dtype": out_dtype, **offsets}
+        return (self.ops.rms_norm_modulate(x, _as_rows(scale), _as_rows(shift), **options, **self.options),)
 
-    def can_gate(self, x: Tensor, y: Tensor, gate: Tensor, **tables: Tensor) -> bool:
-        """Whether `gate_residual` stands for `x + gate * y`; `tables`: `gate_table`, which the source adds to gate."""
-        return (
-            self._is_stream(x)
-            and _is_tensor(y)
-            and y.shape == x.shape
-            and y.device == x.device
-            and _fits_rows(gate, x)
-            and (not tables or _fit_tables(tables, x))
-        )
-
-    def gate_residual(self, x: Tensor, y: Tensor, gate: Tensor, cast_back: bool = False, **tables: Tensor) -> Tensor:
-        """x + gate * y, of x's dtype with `cast_back`, else of the dtype that eager gives."""
-        out_dtype = x.dtype if cast_back else _promoted(x.dtype, y, gate, *tables.values())
-        return self.ops.gate_residual(x, y, _as_rows(gate), out_dtype=out_dtype, **self.options, **tables)
-
-    def can_pair(
-        self,
-        x: Tensor,
-        y: Tensor,
-        gate: Tensor | None,
-        scale: Tensor | None,
-        shift: Tensor | None,
-        norm: nn.Module,
-        cast_back: bool = False,
-        **tables: Tensor,
-    ) -> bool:
-        """Whether `pair` stands for a residual as in `can_gate` (or `x + y`) and a modulation of it."""
-        return (
-            self.is_plain(norm)
-            and NORM_OPS[type(norm)] == "layer_norm_modulate"
-            and self.can_gate(x, y, gate, **tables)
-            and _normalizes_rows_of(
-                norm, x, x.dtype if cast_back else _promoted(x.dtype, y, gate, tables.get("gate_table"))
-            )
-            and _fits_rows(scale, x)
-            and _fits_rows(shift, x)
-        )
+    def gate_residual(
+        self, x: Tensor, y: Tensor, gate: Tensor, cast_back: bool = False, gate_table: Tensor | None = None
+    ) -> tuple[Tensor] | tuple[()]:
+        """x + (gate + gate_table) * y, of x's dtype with `cast_back`, else of the dtype that eager gives; nothing as
+        in `modulate`."""
+        if not (self._is_stream(x) and _is_branch(y, x)):
+            return ()
+        in_order = _in_order(x, (gate,), {"gate_table": gate_table})
+        if in_order is None:
+            return ()
+        out_dtype = x.dtype if cast_back else _promoted(x.dtype, y, gate, gate_table)
+        if in_order and self.registry is not None and y.stride(-1) == 1:
+            return (self._call("gate_residual", x, y, gate, gate_table, out_dtype),)
+        options = {"gate_table": gate_table, "out_dtype": out_dtype, **self.options}
+        return (self.ops.gate_residual(x, y, _as_rows(gate), **options),)
 
     def pair(
         self,
@@ -147,27 +123,32 @@ class FusedOps:
         norm: nn.Module,
         cast_back: bool = False,
         norm_casts_back: bool = False,
+        between: tuple[nn.Module, ...] = (),
+        unless: object = False,
         **tables: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """(residual, norm(residual) * (1 + scale) + shift), of dtypes as in `gate_residual` and `modulate`."""
-        residual_dtype = x.dtype if cast_back else _promoted(x.dtype, y, gate, tables.get("gate_table"))
-        out_dtype = residual_dtype
+    ) -> tuple[Tensor, Tensor] | tuple[()]:
+        """(residual as in `gate_residual` (or x + y), norm(residual) * (1 + scale) + shift), of dtypes as there and in
+        `modulate`; nothing as there, where a norm `between` both is not plain, and `unless` something is so."""
+        if unless or not self.is_plain(norm, *between) or NORM_OPS[type(norm)] != "layer_norm_modulate":
+            return ()
+        if not (self._is_stream(x) and _is_branch(y, x)):
+            return ()
+        gate_table = tables.get("gate_table")
+        residual_dtype = x.dtype if cast_back else _promoted(x.dtype, y, gate, gate_table)
+        in_order = _in_order(x, (gate, scale, shift), tables)
+        if in_order is None or not _normalizes_rows_of(norm, x, residual_dtype):
+            return ()
+        scale_table, shift_table, out_dtype = tables.get("scale_table"), tables.get("shift_table"), residual_dtype
         if not norm_casts_back:
-            modulation = (scale, shift, tables.get("scale_table"), tables.get("shift_table"))
-            out_dtype = _modulated_dtype(norm, x, residual_dtype, *modulation)
-        return self.ops.gate_residual_layer_norm_modulate(
-            x,
-            y,
-            _as_rows(gate),
-            _as_rows(scale),
-            _as_rows(shift),
-            eps=norm.eps,
-            **affine_of(norm),
-            residual_dtype=residual_dtype,
-            out_dtype=out_dtype,
-            **self.options,
-            **tables,
-        )
+            out_dtype = _modulated_dtype(norm, x, residual_dtype, scale, shift, scale_table, shift_table)
+        affine, dtypes = affine_of(norm), (residual_dtype, out_dtype)
+        if in_order and self.registry is not None and y.stride(-1) == 1:
+            columns = affine["weight"], affine["bias"], scale_table, shift_table
+            tensors = x, y, gate, gate_table, scale, shift, *columns
+            return self._call("gate_residual_layer_norm_modulate", *tensors, norm.eps, *dtypes)[:2]
+        rows = map(_as_rows, (gate, scale, shift))
+        options = {"eps": norm.eps, "residual_dtype": residual_dtype, "out_dtype": out_dtype, **affine, **tables}
+        return self.ops.gate_residual_layer_norm_modulate(x, y, *rows, **options, **self.options)
 
     def can_turn(
         self, norms: Sequence[nn.Module], x: Tensor, rotary_emb: tuple[Tensor, Tensor] | None, heads: int
@@ -232,6 +213,9 @@ class FusedOps:
         y = self.ops.rms_norm_rope(x, norm.weight, cos, sin, heads=heads, eps=norm.eps, **self.options)
         return y.flatten(2)
 
+    def _call(self, name: str, *args):
+        return self.registry.call(self.registry.triton_twin(name) if self.options else name, *args)
+
     def _is_stream(self, x: Tensor) -> bool:
         if not _is_tensor(x) or x.ndim != 3:
             return False
@@ -256,27 +240,35 @@ def _is_tensor(x: Tensor) -> bool:
     return (type(x) is Tensor or type(x) is nn.Parameter) and x.dtype in _DTYPES
 
 
-def _fits_rows(m: Tensor | None, x: Tensor) -> bool:
-    """None, [B or 1, 1 or S, D], [1 or S, D] or [D], as broadcasting reads it. (Ops also take frames; eager not.)"""
-    if m is None:
-        return True
-    if not _is_tensor(m) or m.device != x.device:
-        return False
-    rows, (batch, tokens, width) = m.shape, x.shape
-    if len(rows) != 3:
-        if not 1 <= len(rows) <= 2:
-            return False
-        rows = (1,) * (3 - len(rows)) + rows
-    return rows[2] == width and (rows[1] == 1 or rows[1] == tokens) and (rows[0] == 1 or rows[0] == batch)
+def _is_branch(y: Tensor, x: Tensor) -> bool:
+    return _is_tensor(y) and y.shape == x.shape and y.device == x.device
 
 
-def _fit_tables(tables: dict[str, Tensor], x: Tensor) -> bool:
-    """All [D]."""
-    device, shape = x.device, x.shape[2:]
+def _in_order(x: Tensor, modulations: tuple[Tensor | None, ...], tables: dict[str, Tensor | None]) -> bool | None:
+    """None if they do not fit rows of x; else whether the op's kernel takes all as it is: modulations of one row a
+    sample, columns of x side by side.
+
+    Modulations are None, [B or 1, 1 or S, D], [1 or S, D] or [D], as broadcasting reads it (ops also take frames;
+    eager not); tables [D].
+    """
+    device, (batch, tokens, width) = x.device, x.shape
+    in_order, row = x.stride(-1) == 1, (batch, 1, width)
+    for m in modulations:
+        if m is None:
+            continue
+        if not _is_tensor(m) or m.device != device:
+            return None
+        shape = m.shape
+        if shape != row:
+            in_order, rows = False, (1,) * (3 - len(shape)) + shape
+            if not shape or len(rows) != 3 or rows[2] != width:
+                return None
+            if (rows[1] != 1 and rows[1] != tokens) or (rows[0] != 1 and rows[0] != batch):
+                return None
     for table in tables.values():
-        if not _is_tensor(table) or table.device != device or table.shape != shape:
-            return False
-    return True
+        if table is not None and (not _is_tensor(table) or table.device != device or table.shape != (width,)):
+            return None
+    return in_order
 
 
 def _as_rows(m: Tensor | None) -> Tensor | None:
@@ -333,7 +325,10 @@ def _normalizes_rows_of(norm: nn.Module, x: Tensor, dtype: torch.dtype) -> bool:
     any_dtype = kind in (FP32LayerNorm, RMSNorm, Krea2RMSNorm) or _lowers_to_autocast(norm, x)
     for parameter in (weight, bias):
         if parameter is not None and not (
-            _is_tensor(parameter) and parameter.device == x.device and (any_dtype or parameter.dtype == dtype)
+            _is_tensor(parameter)
+            and parameter.device == x.device
+            and parameter.shape == (x.shape[2],)
+            and (any_dtype or parameter.dtype == dtype)
         ):
             return False
     return True
@@ -341,7 +336,8 @@ def _normalizes_rows_of(norm: nn.Module, x: Tensor, dtype: torch.dtype) -> bool:
 
 def _promoted(dtype: torch.dtype, *tensors: Tensor | None) -> torch.dtype:
     for tensor in tensors:
-        dtype = dtype if tensor is None else torch.promote_types(dtype, tensor.dtype)
+        if tensor is not None and tensor.dtype is not dtype:
+            dtype = torch.promote_types(dtype, tensor.dtype)
     return dtype
 
 

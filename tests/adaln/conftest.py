@@ -4,7 +4,7 @@ import pytest
 import torch
 from support import compositions
 
-from adaptiveload_hf.adaln import ops
+from adaptiveload_hf.adaln import ops, registry
 
 _recorded = pytest.StashKey[dict]()
 
@@ -19,6 +19,19 @@ def cuda_kernels():
     if ops.kernel_backend("cuda") != "cuda":
         pytest.skip(f"the extension is missing: {ops.extension_missing_reason()}")
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def op_calls(monkeypatch):
+    """The names of the fused ops as they run."""
+    calls, original = [], registry.call
+
+    def counted(name, *args):
+        calls.append(name)
+        return original(name, *args)
+
+    monkeypatch.setattr(registry, "call", counted)
+    return calls
 
 
 @pytest.fixture

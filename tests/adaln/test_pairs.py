@@ -13,20 +13,23 @@ from torch import nn
 
 from adaptiveload_hf import UserError, patch_model
 from adaptiveload_hf.adaln import ops
+from adaptiveload_hf.adaln.runtime import FusedOps
 
 PAIR = "gate_residual_layer_norm_modulate"
 
 
 @pytest.fixture
 def pair_calls(monkeypatch):
-    """The keyword options of each call of the op."""
-    calls, original = [], getattr(ops, PAIR)
+    """The keyword options of each call that gives a residual and its norm."""
+    calls, original = [], FusedOps.pair
 
-    def counted(*args, **options):
-        calls.append(options)
-        return original(*args, **options)
+    def counted(self, *args, **options):
+        both = original(self, *args, **options)
+        if both:
+            calls.append(options)
+        return both
 
-    monkeypatch.setattr(ops, PAIR, counted)
+    monkeypatch.setattr(FusedOps, "pair", counted)
     return calls
 
 

@@ -154,7 +154,7 @@ def test_the_generated_code_is_shown_by_class_or_its_name():
     assert source == report.source("diffusers.models.transformers.transformer_wan.WanTransformerBlock")
     assert source == report.source(type(model.blocks[0]))
     assert "_adaln.modulate(self.norm1, hidden_states, scale=scale_msa, scale_table=scale_table, " in source
-    assert "else (self.norm1(hidden_states.float()) * (1 + (scale_msa.float() + scale_table)) + " in source
+    assert "or ((self.norm1(hidden_states.float()) * (1 + (scale_msa.float() + scale_table)) + " in source
     with pytest.raises(
         UserError, match=r"no class Attention was patched\. These were: WanTransformer3DModel, WanTransformerBlock"
     ):

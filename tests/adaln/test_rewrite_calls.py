@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from adaptiveload_hf import patch_model
-from adaptiveload_hf.adaln import first_call, ops
+from adaptiveload_hf.adaln import first_call, registry
 
 
 class Inline(nn.Module):
@@ -44,21 +44,6 @@ def tensors(rows=1, dtype=torch.float32, modulation=torch.float32, batch=2):
     x = torch.randn(2, 5, 8, generator=generator).to(dtype)
     rest = (torch.randn(batch, rows, 8, generator=generator).to(modulation) for _ in range(3))
     return [x, *rest]
-
-
-@pytest.fixture
-def op_calls(monkeypatch):
-    """The names of the fused ops that run."""
-    calls = []
-    for name in ("layer_norm_modulate", "rms_norm_modulate", "gate_residual"):
-        original = getattr(ops, name)
-
-        def counted(*args, name=name, original=original, **options):
-            calls.append(name)
-            return original(*args, **options)
-
-        monkeypatch.setattr(ops, name, counted)
-    return calls
 
 
 def check_literal(block, arguments, op_calls, op="layer_norm_modulate"):
@@ -243,8 +228,9 @@ def test_cast_back_gives_the_dtype_of_x(block_class, op_calls):
 # ------------------------------------------------------------------------------------- first-call comparison
 
 
-def broken(*args, original=ops.layer_norm_modulate, **options):
-    return original(*args, **options) * 1.5
+def broken(name, *args, original=registry.call):
+    y, stats = original(name, *args)
+    return y * 1.5, stats
 
 
 class NeverSeen(Inline):
@@ -263,7 +249,7 @@ def test_an_untested_class_that_differs_runs_its_original_and_warns_once(monkeyp
     expected = block(*arguments)
     report = patch_model(block)
     assert "not compared yet" in str(report)
-    monkeypatch.setattr(ops, "layer_norm_modulate", broken)
+    monkeypatch.setattr(registry, "call", broken)
     with pytest.warns(UserWarning, match="NeverSeen differs from the original, which runs instead"):
         found = block(*arguments)
     assert torch.equal(found, expected)
@@ -277,9 +263,9 @@ def test_an_untested_class_that_differs_runs_its_original_and_warns_once(monkeyp
 
 
 def test_an_untested_class_whose_result_has_another_dtype_differs(monkeypatch):
-    block, fused = NeverSeen(), ops.layer_norm_modulate
+    block, call = NeverSeen(), registry.call
     patch_model(block, verify="always")
-    monkeypatch.setattr(ops, "layer_norm_modulate", lambda *args, **options: fused(*args, **options).double())
+    monkeypatch.setattr(registry, "call", lambda *args: [made.double() for made in call(*args)])
     with pytest.warns(UserWarning, match="NeverSeen differs from the original"):
         assert block(*tensors()).dtype == torch.float32
 
