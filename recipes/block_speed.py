@@ -11,23 +11,26 @@ its versions (pytorch#193061), "compile, correct"; `lora`: the same with rank 32
 `families`: SD3.5, Flux and HunyuanVideo. `whole`: 30 layers of 1.3B with checkpointing on a tiny input, which is the
 host's time. `longest`: what fits into the memory that eager needs for 48,000 tokens. `launches`: kernels a block.
 
-The contenders take turns in one process, forwards and backwards. A time is the median over the rounds, and the fastest
-is kept beside it, without waiting for the host between the steps of a round. Where a step takes less than 25 ms the
-host is about as slow as the GPU, and its times scatter: there are five times as many rounds. Peak GiB is what the
-allocator handed out above weights and inputs. The output file is written after each row; what is measured anew
-replaces its row of an existing one. `worst_gradient` of a contender is the parameter whose gradient is furthest from
-eager's, and by how much.
+The contenders take turns in one process, forwards and backwards, each turn after a collection of garbage. A time is
+the median over the rounds, and the fastest is kept beside it, without waiting for the host between the steps of a
+round. Three rows wait for the host, whose times scatter and depend on what a process did before: they come first, each
+in a process of its own, and have eight times as many rounds (`whole`: five). Peak GiB is what the allocator handed out
+above weights and inputs. The output file is written after each row; what is measured anew replaces its row of an old
+one. `worst_gradient` of a contender is the parameter whose gradient is furthest from eager's, and by how much.
 """
 
 import argparse
 import datetime
 import gc
 import json
+import multiprocessing
 import shlex
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -38,7 +41,8 @@ from adaptiveload_hf import UserError
 from adaptiveload_hf.errors import exit_on_user_error
 
 LEAST_SECONDS = 0.2  # of the steps of one round
-HOST_MILLISECONDS = 25  # steps that take less wait for the host
+# Rows that wait for the host, by part and place: Wan 1.3B at 7,800 and 256 tokens; and their rounds for one of others.
+HOST_BOUND = {("lora", 0): 8, ("blocks", 0): 8, ("whole", 0): 5}
 WITHOUT_COMPILE = ("eager", "patched")
 COLUMNS = (*CONTENDERS[:2], CORRECT, *CONTENDERS[2:])
 SHORT = 48_000  # tokens at which eager's memory is the budget
@@ -116,6 +120,7 @@ def compare(models: dict[str, torch.nn.Module], inputs: dict, rounds: int) -> di
     for each contender; and the rounds.
 
     They take turns, each with an untimed step first: after another's step the GPU has another temperature and clock.
+    Garbage is collected before, or some would pay for what others left.
     """
     steps = {name: step_of(model, inputs) for name, model in models.items()}
     worst, first = {}, next(iter(models.values()))
@@ -126,11 +131,10 @@ def compare(models: dict[str, torch.nn.Module], inputs: dict, rounds: int) -> di
     peaks = {name: peak_gib(model, inputs) for name, model in models.items()}
     once = {name: milliseconds(step, 1) for name, step in steps.items()}
     calls = {name: max(1, round(1e3 * LEAST_SECONDS / once[name])) for name in steps}
-    if min(once.values()) < HOST_MILLISECONDS:
-        rounds *= 5
     times, turns = {name: [] for name in steps}, list(steps)
     for _ in range(rounds):
         for name in turns:
+            gc.collect()
             steps[name]()
             times[name].append(milliseconds(steps[name], calls[name]))
         turns.reverse()
@@ -158,18 +162,18 @@ def measure_case(case: Case, rounds: int, names: tuple[str, ...] = CONTENDERS) -
     return row
 
 
-def measure_whole(rounds: int) -> Iterator[dict]:
-    """30 layers of 1.3B, 256 tokens, checkpointing. The host's times scatter by a fifth, so there are more rounds."""
+def measure_whole(rounds: int) -> dict:
+    """30 layers of 1.3B, 256 tokens, checkpointing."""
     say("whole model")
     model, inputs = wan("1.3B", 30), wan_inputs((1, 32, 32))
     model.enable_gradient_checkpointing()
     row = {"model": "Wan 1.3B, 30 layers", "tokens": 256, "training": "full, checkpointing"}
-    row |= compare(contenders(model, WITHOUT_COMPILE), inputs, 3 * rounds)
+    row |= compare(contenders(model, WITHOUT_COMPILE), inputs, rounds)
     clean_up()
-    yield row
+    return row
 
 
-def measure_launches() -> Iterator[dict]:
+def measure_launches(_: int) -> dict:
     """Kernels of a forward and backward of one more block of 1.3B."""
     say("launches")
     inputs, counts = wan_inputs((5, 60, 104)), []
@@ -177,10 +181,10 @@ def measure_launches() -> Iterator[dict]:
         models = contenders(wan("1.3B", layers), WITHOUT_COMPILE)
         counts.append({name: kernels(step_of(model, inputs)) for name, model in models.items()})
         clean_up()
-    yield {"model": "Wan 1.3B, one block", **{name: counts[1][name] - counts[0][name] for name in WITHOUT_COMPILE}}
+    return {"model": "Wan 1.3B, one block", **{name: counts[1][name] - counts[0][name] for name in WITHOUT_COMPILE}}
 
 
-def measure_longest() -> Iterator[dict]:
+def measure_longest(_: int) -> dict:
     """Tokens that fit into eager's memory for SHORT, for two layers of 14B, in steps of 500."""
     say("longest")
     model, row = wan("14B", 2), {"model": "Wan 14B, 2 layers"}
@@ -200,7 +204,7 @@ def measure_longest() -> Iterator[dict]:
         row[name] = {"tokens": low, "peak_gib_at_48000": peaks[SHORT]}
         del other
         clean_up()
-    yield row
+    return row
 
 
 def peak_of_tokens(model: torch.nn.Module, tokens: int) -> float:
@@ -215,14 +219,34 @@ def clean_up():
     torch.cuda.empty_cache()
 
 
+# Of each part what measures its rows, given the number of rounds.
 PARTS = {
-    "blocks": lambda rounds: (measure_case(case, rounds, COLUMNS) for case in wan_cases("full")),
-    "lora": lambda rounds: (measure_case(case, rounds) for case in wan_cases("LoRA")),
-    "families": lambda rounds: (measure_case(case, rounds) for case in family_cases()),
-    "whole": measure_whole,
-    "longest": lambda _: measure_longest(),
-    "launches": lambda _: measure_launches(),  # last: what profiles stays attached and slows every launch
+    "blocks": [partial(measure_case, case, names=COLUMNS) for case in wan_cases("full")],
+    "lora": [partial(measure_case, case) for case in wan_cases("LoRA")],
+    "families": [partial(measure_case, case) for case in family_cases()],
+    "whole": [measure_whole],
+    "longest": [measure_longest],
+    "launches": [measure_launches],  # last: what profiles stays attached and slows every launch
 }
+
+
+def measure_row(part: str, place: int, rounds: int) -> dict:
+    return PARTS[part][place](rounds * HOST_BOUND.get((part, place), 1))
+
+
+def measured_rows(parts: list[str], rounds: int) -> Iterator[tuple[str, dict]]:
+    """(part, row) of all rows, those that wait for the host first."""
+    rows = [(part, place) for part in PARTS if part in parts for place in range(len(PARTS[part]))]
+    spawn = multiprocessing.get_context("spawn")
+    own = {row: ProcessPoolExecutor(1, spawn) for row in rows if row in HOST_BOUND}
+    for started in [process.submit(int) for process in own.values()]:  # all import now, none while another measures
+        started.result()
+    for row, process in own.items():
+        with process:
+            yield row[0], process.submit(measure_row, *row, rounds).result()
+    for row in rows:
+        if row not in own:
+            yield row[0], measure_row(*row, rounds)
 
 
 # ---------------------------------------------------------------------------------------------- tables
@@ -307,11 +331,10 @@ def measure(parts: list[str], rounds: int, output: Path | None) -> dict:
         if about(before) == about(result):
             result["parts"] = before["parts"]
     command = shlex.join(["python", *sys.argv])
-    for name in (name for name in PARTS if name in parts):
-        for row in PARTS[name](rounds):
-            put(result, name, {"rounds": rounds, **row, "command": command})
-            say(json.dumps(row))  # and after each row a whole file: a later one may fail or run into a time limit
-            write(result, output)
+    for part, row in measured_rows(parts, rounds):
+        put(result, part, {"rounds": rounds, **row, "command": command})
+        say(json.dumps(row))  # and after each row a whole file: a later one may fail or run into a time limit
+        write(result, output)
     return result
 
 

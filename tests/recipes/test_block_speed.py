@@ -2,6 +2,7 @@
 
 import json
 import sys
+from concurrent.futures import Future
 
 import block_cases
 import block_speed
@@ -86,33 +87,66 @@ def test_files_of_one_machine_are_printed_and_written_as_one(run, tmp_path, resu
         run("--input", "early.json", "late.json")
 
 
-def rows_until_it_fails(rounds):
-    yield {"model": "Wan", "milliseconds": 2}
-    raise ZeroDivisionError
+def row_maker(model, milliseconds):
+    return lambda _: {"model": model, "milliseconds": milliseconds}
 
 
 def test_each_row_is_written_at_once_and_replaces_its_like_of_the_same_machine(tmp_path, result, monkeypatch):
     output = tmp_path / "results" / "speed.json"
     about = {name: value for name, value in result.items() if name != "parts"}
     monkeypatch.setattr(block_speed, "environment", lambda: about)
-    monkeypatch.setitem(
-        block_speed.PARTS, "lora", lambda _: [{"model": model, "milliseconds": 1} for model in ("Wan", "X")]
-    )
-    found = block_speed.measure(["lora"], 3, output)
+    monkeypatch.setitem(block_speed.PARTS, "families", [row_maker("Wan", 1), row_maker("X", 1)])
+    found = block_speed.measure(["families"], 3, output)
     assert json.loads(output.read_text()) == found
     output.write_text(json.dumps({**found, "parts": {**found["parts"], **result["parts"]}}))
-    monkeypatch.setitem(block_speed.PARTS, "lora", rows_until_it_fails)
+    monkeypatch.setitem(block_speed.PARTS, "families", [row_maker("Wan", 2), lambda rounds: rounds / 0])
     with pytest.raises(ZeroDivisionError):
-        block_speed.measure(["lora"], 1, output)
+        block_speed.measure(["families"], 1, output)
     parts = json.loads(output.read_text())["parts"]
-    assert parts.keys() == {*result["parts"], "lora"}
-    assert [(row["model"], row["milliseconds"], row["rounds"]) for row in parts["lora"]] == [
+    assert parts.keys() == {*result["parts"], "families"}
+    assert [(row["model"], row["milliseconds"], row["rounds"]) for row in parts["families"]] == [
         ("Wan", 2, 1),
         ("X", 1, 3),
     ]
     monkeypatch.setattr(block_speed, "environment", lambda: {**about, "driver": "another"})
-    monkeypatch.setitem(block_speed.PARTS, "lora", lambda _: [{"model": "Wan"}])
-    assert block_speed.measure(["lora"], 3, output)["parts"].keys() == {"lora"}
+    monkeypatch.setitem(block_speed.PARTS, "longest", [row_maker("Wan", 1)])
+    assert block_speed.measure(["longest"], 3, output)["parts"].keys() == {"longest"}
+
+
+class Process:
+    """Stands for a process: what is submitted to it runs at once."""
+
+    def submit(self, function, *arguments):
+        self.submitted = arguments
+        future = Future()
+        future.set_result(function(*arguments))
+        return future
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.ended = True
+
+
+def test_rows_that_wait_for_the_host_come_first_in_processes_of_their_own_and_with_more_rounds(monkeypatch):
+    seen, started = [], []
+    monkeypatch.setattr(block_speed, "ProcessPoolExecutor", lambda *_: started.append(Process()) or started[-1])
+    for part, makers in block_speed.PARTS.items():
+        rows = [lambda rounds, part=part: seen.append((part, rounds)) or {"model": part} for _ in makers]
+        monkeypatch.setitem(block_speed.PARTS, part, rows)
+    found = [part for part, _ in block_speed.measured_rows(list(block_speed.PARTS), 3)]
+    assert found[:3] == ["blocks", "lora", "whole"] and found[-1] == "launches"
+    assert sorted(found) == sorted(part for part, makers in block_speed.PARTS.items() for _ in makers)
+    assert seen[:4] == [("blocks", 24), ("lora", 24), ("whole", 15), ("blocks", 3)]
+    assert [process.submitted for process in started] == [("blocks", 0, 3), ("lora", 0, 3), ("whole", 0, 3)]
+    assert all(process.ended for process in started)
+
+
+def test_the_rows_that_wait_for_the_host_are_the_short_ones_of_the_small_model():
+    for part in ("lora", "blocks"):
+        case = block_speed.PARTS[part][0].args[0]
+        assert (case.name, case.tokens, (part, 0) in block_speed.HOST_BOUND) == ("Wan 1.3B", 7800, True)
 
 
 @pytest.mark.parametrize("case", [*block_cases.wan_cases("full"), *block_cases.family_cases()], ids=lambda c: c.name)
