@@ -161,21 +161,27 @@ class FusedOps:
         """
         if not (self._is_stream(x) and _as_they_came(*norms) and no_hooks_on(*norms)):
             return False
-        dtype, weight = x.dtype, None
-        if torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type):
+        device, dtype, width, (batch, tokens, _) = x.device, x.dtype, None, x.shape
+        if torch.is_autocast_enabled(device.type):
             if not x.is_cuda:
                 return False
             dtype = None
         for norm in norms:
             if type(norm) is not nn.RMSNorm or norm.eps is None:
                 return False
-            last, weight = weight, weight_of(norm)
-            if not _is_weight(weight, dtype, x) or (last is not None and last.shape != weight.shape):
+            weight = weight_of(norm)
+            if not _is_weight(weight, dtype, device) or (width is not None and weight.shape[0] != width):
                 return False
-        if rotary_emb is None:
-            return weight.shape[0] % heads == 0
-        cos, sin = rotary_emb
-        return _fits_heads(cos, x, weight, heads) and _fits_heads(sin, x, weight, heads)
+            width = weight.shape[0]
+        if width % heads != 0:
+            return False
+        for table in rotary_emb or ():  # [B or 1, S, 1, D / heads] and no more than numbers
+            if not _is_tensor(table) or table.device != device or table.requires_grad:
+                return False
+            shape = table.shape
+            if shape[1:] != (tokens, 1, width // heads) or (shape[0] != 1 and shape[0] != batch):
+                return False
+        return True
 
     def can_norm_heads(
         self, norms: tuple[nn.Module, ...], x: Tensor, head_width: int, rotation: tuple[Tensor, Tensor] | None = None
@@ -191,7 +197,8 @@ class FusedOps:
             plain = NORM_OPS[type(norm)] == "rms_norm_modulate" and norm.eps is not None
             if not plain or getattr(norm, "bias", None) is not None:
                 return False
-            if not _is_weight(norm.weight, None if autocast else x.dtype, x) or norm.weight.shape[0] != head_width:
+            dtype = None if autocast else x.dtype
+            if not _is_weight(norm.weight, dtype, x.device) or norm.weight.shape[0] != head_width:
                 return False
         return rotation is None or all(
             _is_tensor(table) and table.shape[1:] == (head_width,) and table.device == x.device for table in rotation
@@ -276,19 +283,12 @@ def _as_rows(m: Tensor | None) -> Tensor | None:
     return m if m is None or m.ndim == 3 else m[(None,) * (3 - m.ndim)]
 
 
-def _is_weight(weight: Tensor | None, dtype: torch.dtype | None, x: Tensor) -> bool:
-    """[D], narrow enough, on x's device and of a dtype, of any if that is None."""
-    if weight is None or not _is_tensor(weight) or weight.ndim != 1 or weight.device != x.device:
+def _is_weight(weight: Tensor | None, dtype: torch.dtype | None, device: torch.device) -> bool:
+    """[D], narrow enough, on the device and of a dtype, of any if that is None."""
+    if weight is None or not _is_tensor(weight) or weight.device != device or (dtype or weight.dtype) != weight.dtype:
         return False
-    return (dtype is None or weight.dtype == dtype) and (not x.is_cuda or weight.shape[0] <= _WIDEST_ROW_ON_CUDA)
-
-
-def _fits_heads(table: Tensor, x: Tensor, weight: Tensor, heads: int) -> bool:
-    """[B or 1, S, 1, D / heads] and no more than numbers."""
-    if not _is_tensor(table) or table.ndim != 4 or table.device != x.device or table.requires_grad:
-        return False
-    batch, tokens, ones, head_width = table.shape
-    return tokens == x.shape[1] and ones == 1 and head_width * heads == weight.shape[0] and batch in (1, x.shape[0])
+    shape = weight.shape
+    return len(shape) == 1 and (device.type != "cuda" or shape[0] <= _WIDEST_ROW_ON_CUDA)
 
 
 def weight_of(norm: nn.Module) -> Tensor | None:
