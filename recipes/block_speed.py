@@ -11,10 +11,10 @@ its versions (pytorch#193061), "compile, correct"; `lora`: the same with rank 32
 `families`: SD3.5, Flux and HunyuanVideo. `whole`: 30 layers of 1.3B with checkpointing on a tiny input, which is the
 host's time. `longest`: what fits into the memory that eager needs for 48,000 tokens. `launches`: kernels a block.
 
-The contenders take turns in one process, forwards and backwards, each turn after a collection of garbage. A time is
+The contenders take turns in one process, forwards and backwards, each after a collection of young garbage. A time is
 the median over the rounds, and the fastest is kept beside it, without waiting for the host between the steps of a
 round. Three rows wait for the host, whose times scatter and depend on what a process did before: they come first, each
-in a process of its own, and have eight times as many rounds (`whole`: five). Peak GiB is what the allocator handed out
+in a process of its own, and have six times as many rounds (`whole`: four). Peak GiB is what the allocator handed out
 above weights and inputs. The output file is written after each row; what is measured anew replaces its row of an old
 one. `worst_gradient` of a contender is the parameter whose gradient is furthest from eager's, and by how much.
 """
@@ -42,7 +42,7 @@ from adaptiveload_hf.errors import exit_on_user_error
 
 LEAST_SECONDS = 0.2  # of the steps of one round
 # Rows that wait for the host, by part and place: Wan 1.3B at 7,800 and 256 tokens; and their rounds for one of others.
-HOST_BOUND = {("lora", 0): 8, ("blocks", 0): 8, ("whole", 0): 5}
+HOST_BOUND = {("lora", 0): 6, ("blocks", 0): 6, ("whole", 0): 4}
 WITHOUT_COMPILE = ("eager", "patched")
 COLUMNS = (*CONTENDERS[:2], CORRECT, *CONTENDERS[2:])
 SHORT = 48_000  # tokens at which eager's memory is the budget
@@ -120,7 +120,7 @@ def compare(models: dict[str, torch.nn.Module], inputs: dict, rounds: int) -> di
     for each contender; and the rounds.
 
     They take turns, each with an untimed step first: after another's step the GPU has another temperature and clock.
-    Garbage is collected before, or some would pay for what others left.
+    Young garbage is collected before, or some would pay for what others left.
     """
     steps = {name: step_of(model, inputs) for name, model in models.items()}
     worst, first = {}, next(iter(models.values()))
@@ -134,7 +134,7 @@ def compare(models: dict[str, torch.nn.Module], inputs: dict, rounds: int) -> di
     times, turns = {name: [] for name in steps}, list(steps)
     for _ in range(rounds):
         for name in turns:
-            gc.collect()
+            gc.collect(1)
             steps[name]()
             times[name].append(milliseconds(steps[name], calls[name]))
         turns.reverse()

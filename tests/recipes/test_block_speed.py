@@ -138,7 +138,7 @@ def test_rows_that_wait_for_the_host_come_first_in_processes_of_their_own_and_wi
     found = [part for part, _ in block_speed.measured_rows(list(block_speed.PARTS), 3)]
     assert found[:3] == ["blocks", "lora", "whole"] and found[-1] == "launches"
     assert sorted(found) == sorted(part for part, makers in block_speed.PARTS.items() for _ in makers)
-    assert seen[:4] == [("blocks", 24), ("lora", 24), ("whole", 15), ("blocks", 3)]
+    assert seen[:4] == [("blocks", 18), ("lora", 18), ("whole", 12), ("blocks", 3)]
     assert [process.submitted for process in started] == [("blocks", 0, 3), ("lora", 0, 3), ("whole", 0, 3)]
     assert all(process.ended for process in started)
 
