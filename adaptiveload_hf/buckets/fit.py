@@ -21,6 +21,7 @@ _ON_FLOOR = 1.02
 _KNOWN_SPAN = 2
 _SAMPLE_SPAN = 4
 _FRAGMENTED = 1.1  # held over used, at large steps; plans keep 10% of the GPU free for it
+_MOST_GROUPS = 8  # of an outer shape's points, that are left out one after the other
 SURE_POINTS = 9  # over two for each part of a law: floor, fixed, linear and quadratic
 
 
@@ -93,7 +94,8 @@ def fit_cost_model(measurements: Sequence[Measurement], kinds: str | Sequence[st
 
 
 def _left_out(tokens: np.ndarray) -> list[list[np.ndarray]]:
-    """For each shape, which points are left out together: all of a shape between others, singly those of an outer one.
+    """For each shape, which points are left out together: all of a shape between others; those of an outer one singly,
+    or where they are many, in _MOST_GROUPS groups, since each group takes another fit.
 
     Without an outer shape the others would have to be extrapolated, which no plan does.
     """
@@ -103,7 +105,8 @@ def _left_out(tokens: np.ndarray) -> list[list[np.ndarray]]:
         if one not in outer:
             rounds.append([points])
         elif len(points) > 1:
-            rounds.append(list(points[:, None]))
+            groups = min(len(points), _MOST_GROUPS)
+            rounds.append([points[first::groups] for first in range(groups)])
     return rounds
 
 

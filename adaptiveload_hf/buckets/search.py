@@ -100,11 +100,8 @@ def _columns(kind: str, steps: TimedSteps, x: np.ndarray) -> np.ndarray:
     """What each linear parameter is multiplied by, float64 [steps, parameters]."""
     model = model_of(kind, x)
     work = steps.batch_size * model.seconds_per_sample(steps.tokens)
-    slowest = work.argmax(axis=2)[:, :, None]
-    batch, tokens, work = (
-        np.take_along_axis(array, slowest, axis=2)[:, :, 0]
-        for array in (steps.batch_size, steps.tokens / _TOKEN_SCALE, work)
-    )
+    slowest = np.arange(work.shape[0])[:, None], np.arange(work.shape[1]), work.argmax(axis=2)
+    batch, tokens, work = (array[slowest] for array in (steps.batch_size, steps.tokens / _TOKEN_SCALE, work))
     if kind == PowerLaw.kind:
         columns = [np.ones_like(batch), batch * tokens ** x[2]]
     else:

@@ -6,7 +6,8 @@ import re
 import numpy as np
 import pytest
 
-from adaptiveload_hf.buckets.cost import Additive, Measurement, Roofline
+from adaptiveload_hf.buckets import fit
+from adaptiveload_hf.buckets.cost import Additive, Measurement, PowerLaw, Roofline
 from adaptiveload_hf.buckets.fit import (
     describe_measurements,
     find_outliers,
@@ -127,3 +128,15 @@ def test_memory_that_fragmentation_wastes_is_said_of_large_steps_alone():
     assert describe_measurements(points)[0].startswith(
         "At 5x60x104 at batch size 7 the allocator held 60.0 GiB for a peak of 50.0: more than plans keep free."
     )
+
+
+def test_hundreds_of_lines_take_no_more_fits_than_some_of_each_shape(monkeypatch):
+    calls, fit_form = [], fit.fit_form
+    monkeypatch.setattr(fit, "fit_form", lambda kind, steps: calls.append(kind) or fit_form(kind, steps))
+    law, sizes = PowerLaw(0.1, 1e-5, 1.2), np.arange(1, 41)
+    points = [(tokens, int(batch)) for tokens in (1000, 4000, 16000) for batch in sizes]
+    found = fit_cost_model(
+        [Measurement("1x2x2", s, b, float(law.seconds(b, s)), 0.0) for s, b in points], ["power_law"]
+    )
+    assert found.model.p == pytest.approx(1.2)
+    assert len(calls) == 1 + 8 + 1 + 8  # all points, and each shape left out: the outer ones in eight groups
