@@ -226,12 +226,15 @@ class BucketDataLoader(DataLoaderStateMixin):
     def state_dict(self) -> dict:
         """Where training stands, the same on every rank, as plain values.
 
+        What was read of an optimizer step that no gradient waits for, as in a validation that ends early, is left out.
+
         Raises:
             UserError: between the micro-steps of one optimizer step; accumulated gradients are in no checkpoint.
         """
-        schedule, position = self.schedule, self._position
-        within = position % schedule.gradient_accumulation_steps
-        if within:
+        schedule = self.schedule
+        within = self._position % schedule.gradient_accumulation_steps
+        position = self._position - within
+        if within and not self.accelerator.sync_gradients:
             raise UserError(
                 f"State can be saved after whole optimizer steps only, but {within} of "
                 f"{schedule.gradient_accumulation_steps} micro-steps are done. Save where accelerator.sync_gradients."

@@ -38,6 +38,10 @@ def make(accumulation=2, counts=COUNTS, seed=0, **options):
     return BucketDataLoader(rows, CountedConfig(), accelerator=accelerator, shapes=index, seed=seed, **options)
 
 
+def dict_of(rows):
+    return {"numbers": [row["number"] for row in rows]}
+
+
 def train(loader, update_steps):
     """Batches (sample numbers, weight, position) of the next update_steps optimizer steps, over epochs."""
     found = []
@@ -117,12 +121,31 @@ def test_a_state_at_the_end_of_an_epoch_begins_the_next_one():
 
 
 def test_a_state_between_micro_steps_is_refused():
-    loader = make(accumulation=3)
+    loader, model = make(accumulation=3), torch.nn.Linear(1, 1)
     for batch in loader:
+        with loader.accelerator.accumulate(model):
+            pass
         if batch["micro_step"] == 1:
             with pytest.raises(UserError, match=r"2 of 3 micro-steps are done\. Save where"):
                 loader.state_dict()
             break
+
+
+def test_a_validation_that_ends_inside_an_optimizer_step_does_not_keep_training_from_saving(tmp_path):
+    loader, model = make(accumulation=2), torch.nn.Linear(1, 1)
+    held_out = BucketDataLoader(
+        NumberedRows(9), CountedConfig(), accelerator=loader.accelerator, shapes=mixed_index((9,)), collate_fn=dict_of
+    )
+    for batch in loader:
+        with loader.accelerator.accumulate(model):
+            pass
+        if batch["micro_step"] == 3:
+            break
+    first = next(iter(held_out))
+    loader.accelerator.save_state(str(tmp_path))
+    loader.accelerator.load_state(str(tmp_path))
+    assert loader.global_step == 2 and held_out.global_step == 0
+    assert next(iter(held_out))["numbers"] == first["numbers"]
 
 
 def test_an_equal_set_epoch_after_a_resume_keeps_the_position():
