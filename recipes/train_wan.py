@@ -102,13 +102,14 @@ def train(accelerator, args):
     check_validation(args, variant, transformer_config)
     dataset = load_checked(args.dataset, transformer_config)
     held_out = load_checked(args.validation_dataset, transformer_config) if args.validation_dataset else None
+    sizes = column_sizes(dataset, transformer_config)
     statistics = latent_statistics(args, *filter(None, (dataset, held_out)))
     drop_captions = make_caption_dropout(args.proportion_empty_prompts, args.dataset, args.seed)
     repository = find_repository(accelerator, args)
     bucket_config = BucketConfig.from_pretrained(bucket_config_for(accelerator, args, dataset))
     loader, total_steps = make_loader(accelerator, args, dataset, bucket_config, checkpoint)
 
-    prompts = encode_prompts(accelerator, args) if args.validation_prompt else None
+    prompts = encode_prompts(accelerator, args, sizes["prompt_embeds"][0]) if args.validation_prompt else None
     transformer = load_transformer(accelerator, MODEL_CLASS, args, variant.subfolder)
     model, optimizer, scheduler = prepare_training(accelerator, args, transformer, total_steps)
     if checkpoint is not None:
@@ -132,7 +133,6 @@ def train(accelerator, args):
         return run_micro_step(accelerator, model, optimizer, scheduler, losses, batch, args.max_grad_norm)
 
     if not args.no_preflight:
-        sizes = column_sizes(dataset, transformer_config)
         try_buckets(accelerator, output_dir, sizes, run, loader.plan, model, optimizer, scheduler)
     validators = []
     if held_out is not None:

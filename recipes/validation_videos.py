@@ -44,10 +44,13 @@ def check_validation(args, variant: WanVariant, transformer_config: dict) -> Non
         )
 
 
-def encode_prompts(accelerator: Accelerator, args) -> list[torch.Tensor]:
+def encode_prompts(accelerator: Accelerator, args, text_tokens: int) -> list[torch.Tensor]:
     """Embeddings of --validation_prompt and, last, of the empty caption, [1, L, E] each, on the CPU of every rank.
 
     To be called before the transformer is loaded: the text encoder is as large, and is gone when this returns.
+
+    Args:
+        text_tokens: L, of the dataset's captions. Rows of zeros at the end are attended to, so their number counts.
     """
 
     def encode():
@@ -59,7 +62,12 @@ def encode_prompts(accelerator: Accelerator, args) -> list[torch.Tensor]:
         ).to(accelerator.device)
         with torch.no_grad():
             return [
-                pipe.encode_prompt(prompt, do_classifier_free_guidance=False, device=accelerator.device)[0].cpu()
+                pipe.encode_prompt(
+                    prompt,
+                    do_classifier_free_guidance=False,
+                    max_sequence_length=text_tokens,
+                    device=accelerator.device,
+                )[0].cpu()
                 for prompt in (*args.validation_prompt, "")
             ]
 

@@ -15,7 +15,7 @@ from support.prepared import save_prepared
 from support.recipe_arguments import parse
 from support.train_ranks import save_small_transformer
 from training_loop import run_micro_step
-from validation_videos import check_validation
+from validation_videos import check_validation, encode_prompts
 from wan_training import MODEL_CLASS, WanVariant, check_dataset, choose_variant, latent_statistics, make_predict
 
 from adaptiveload_hf import UserError, make_accelerator
@@ -129,6 +129,13 @@ def test_a_first_frame_is_given_to_ti2v_alone(small_pipeline, pipeline_with):
     with pytest.raises(UserError, match=r"--first_frame_given is for Wan 2\.2 TI2V"):
         choose_variant(parse(small_pipeline, "--first_frame_given"))
     assert choose_variant(parse(pipeline_with(expand_timesteps=True), "--first_frame_given")).time_per_token
+
+
+def test_the_prompts_of_a_validation_are_as_long_as_the_captions_trained_on(small_pipeline):
+    args = parse(small_pipeline, "--validation_prompt", "a cat")
+    with fresh_accelerate(ACCELERATE_USE_CPU="true"):
+        embeds = encode_prompts(make_accelerator(), args, 300)
+    assert [embed.shape[:2] for embed in embeds] == [(1, 300), (1, 300)]
 
 
 def test_clips_are_not_sampled_from_transformers_that_alone_cannot(small_pipeline):
