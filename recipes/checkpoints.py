@@ -41,10 +41,6 @@ def find_checkpoint(accelerator: Accelerator, output_dir: Path, wanted: str | No
     """
     found: list[str | None] = [None]
     if accelerator.is_main_process:
-        try:
-            output_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--output_dir {output_dir} cannot be made a folder: {error}") from None
         found[0] = _choose(output_dir, wanted)
     broadcast_object_list(found)
     checkpoint = None if found[0] is None else Path(found[0])

@@ -27,6 +27,7 @@ from model_setup import (
 )
 from publishing import add_hub_arguments, find_repository, publish
 from random_batches import column_sizes, try_buckets
+from run_folder import only_run
 from shared_work import others_wait
 from training_arguments import (
     add_flow_arguments,
@@ -82,7 +83,7 @@ def main():
         log_with=None if args.report_to == "none" else args.report_to,
         project_config=ProjectConfiguration(args.output_dir, logging_dir=Path(args.output_dir, args.logging_dir)),
     )
-    with all_ranks_fail_together(accelerator):
+    with all_ranks_fail_together(accelerator), only_run(accelerator, Path(args.output_dir)):
         train(accelerator, args)
         accelerator.wait_for_everyone()
     accelerator.end_training()

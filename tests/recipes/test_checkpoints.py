@@ -1,13 +1,17 @@
 """What becomes of a run whose checkpoint is damaged, of another model, or cannot be written, or whose data changed?"""
 
+import errno
 import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import checkpoints
 import pytest
+import run_folder
 import torch.distributed.checkpoint
 from checkpoints import keep_metrics_until
 from safetensors.torch import load_file
@@ -216,6 +220,28 @@ def test_an_output_dir_that_is_a_file_is_named(setup, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"--output_dir \S+file cannot be made a folder: .*File exists"):
         train_here(setup, tmp_path / "file")
+
+
+def test_a_second_run_into_the_same_folder_is_refused_while_the_first_lives(setup, tmp_path):
+    holder = "import fcntl, sys; lock = open(sys.argv[1], 'a+'); fcntl.lockf(lock, fcntl.LOCK_EX); "
+    holder += "print('process 7 on it', file=lock, end='', flush=True); print('held', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", holder, str(tmp_path / ".run.lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
+        assert first.stdout.readline() == b"held\n"
+        with pytest.raises(UserError, match=r"another run \(process 7 on it\) is writing to .*touch \S+STOP"):
+            train_here(setup, tmp_path)
+        first.kill()
+        first.wait()
+        train_here(setup, tmp_path, max_train_steps=1)
+
+
+def test_a_folder_that_cannot_be_locked_is_written_to_with_a_word(tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(run_folder.fcntl, "lockf", refuse)
+    with fresh_accelerate(ACCELERATE_USE_CPU="true"), run_folder.only_run(make_accelerator(), tmp_path):
+        assert f"{tmp_path} cannot be locked ([Errno 37] No locks available): start no" in capsys.readouterr().err
 
 
 def test_a_line_of_metrics_that_was_cut_short_or_damaged_is_dropped(tmp_path):
