@@ -130,7 +130,7 @@ def benchmark(accelerator, args, dataset, counts, output_dir: Path, max_points=1
         The config, the same on all ranks.
     """
     set_seed(args.seed)  # the same on all ranks: FSDP2 shards what each rank holds and broadcasts nothing
-    refuse_unsafe_sharding(accelerator, args.gradient_checkpointing)
+    refuse_unsafe_sharding(accelerator, args.gradient_checkpointing, args.rank is not None)
     family = family_of(args)
     args.lora_target_modules = args.lora_target_modules or family.LORA_TARGET_MODULES
     transformer_config = load_model_config(family.MODEL_CLASS, args, family.choose_variant(args).subfolder)

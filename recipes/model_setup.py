@@ -207,7 +207,7 @@ def gradient_gib(model: torch.nn.Module) -> float:
     return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in trained) / 2**30
 
 
-def refuse_unsafe_sharding(accelerator: Accelerator, gradient_checkpointing: bool) -> None:
+def refuse_unsafe_sharding(accelerator: Accelerator, gradient_checkpointing: bool, lora: bool = False) -> None:
     """Names the settings that fail deep inside the first step, or do the same work twice.
 
     Raises:
@@ -222,7 +222,13 @@ def refuse_unsafe_sharding(accelerator: Accelerator, gradient_checkpointing: boo
         )
     if accelerator.distributed_type != DistributedType.FSDP:
         return
-    plugin = accelerator.state.fsdp_plugin
+    plugin, dynamo = accelerator.state.fsdp_plugin, accelerator.state.dynamo_plugin
+    if lora and dynamo.backend != DynamoBackend.NO and not dynamo.use_regional_compilation:
+        raise UserError(
+            "a LoRA under FSDP2 with a dynamo_backend for the whole model could not go on from its checkpoints, in "
+            "which torch then wants the frozen base. Add dynamo_use_regional_compilation: true to the `dynamo_config` "
+            "(--dynamo_use_regional_compilation)."
+        )
     if plugin.cpu_ram_efficient_loading:
         raise UserError(
             "the launch configuration has fsdp_cpu_ram_efficient_loading: true (accelerate's default), which cannot "

@@ -96,7 +96,7 @@ def train(accelerator, args):
     checkpoint = find_checkpoint(accelerator, output_dir, args.resume_from_checkpoint)
 
     # Whatever can be wrong with launch, data and plan shows here, before any weights are read.
-    refuse_unsafe_sharding(accelerator, args.gradient_checkpointing)
+    refuse_unsafe_sharding(accelerator, args.gradient_checkpointing, args.rank is not None)
     variant = choose_variant(args)
     transformer_config = load_model_config(MODEL_CLASS, args, variant.subfolder)
     flow = make_flow_matching(args, variant.bounds, args.first_frame_given)

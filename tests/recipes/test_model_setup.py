@@ -59,6 +59,16 @@ def test_fsdp_settings_that_fail_in_the_first_step_are_refused(variables, checkp
         refuse_unsafe_sharding(make_accelerator(), checkpointing)
 
 
+def test_a_lora_that_could_not_go_on_under_fsdp2_and_a_whole_compiled_model_is_refused():
+    compiled = {"ACCELERATE_DYNAMO_BACKEND": "inductor"}
+    with fresh_accelerate(**one_rank(**FSDP2, **compiled)):
+        refuse_unsafe_sharding(make_accelerator(), gradient_checkpointing=False)  # all weights do
+        with pytest.raises(UserError, match=r"LoRA under FSDP2 with a dynamo_backend.*use_regional_compilation: true"):
+            refuse_unsafe_sharding(make_accelerator(), gradient_checkpointing=False, lora=True)
+    with fresh_accelerate(**one_rank(**FSDP2, **compiled, ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION="true")):
+        refuse_unsafe_sharding(make_accelerator(), gradient_checkpointing=False, lora=True)
+
+
 def test_parallelism_by_which_ranks_would_do_the_same_work_twice_is_refused():
     parallelism = types.SimpleNamespace(non_data_parallel_size=2)
     run = types.SimpleNamespace(process_index=0, num_processes=4, parallelism_config=parallelism)
