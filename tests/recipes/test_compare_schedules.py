@@ -269,7 +269,7 @@ def test_a_law_of_the_same_gpus_says_what_two_ranks_took_and_needed(kernels, nam
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_a_committed_replay_took_what_was_predicted_to_within_six_percent(ranks):
+def test_a_committed_replay_took_what_was_predicted_to_within_one_percent(ranks):
     results = ROOT / "recipes" / "results"
     replay = json.loads((results / "wan21_1.3b_replay.json").read_text())
     predicted = json.loads((results / f"wan21_1.3b_replay_{ranks}_predicted.json").read_text())
@@ -279,8 +279,7 @@ def test_a_committed_replay_took_what_was_predicted_to_within_six_percent(ranks)
     for row in rows:
         assert row["predicted"] == pytest.approx(beforehand[row["arm"]], rel=1e-6)
         if row["predicted"]:
-            # Too long by up to 5.5%: the law was measured before AdamW was fused, which is faster by 0.02 s a step.
-            assert row["predicted"]["epoch_seconds"] == pytest.approx(row["seconds"], rel=0.06)
+            assert row["predicted"]["epoch_seconds"] == pytest.approx(row["seconds"], rel=0.01)
 
 
 @pytest.mark.parametrize("kernels", ["patched", "compiled"])
@@ -301,4 +300,4 @@ def test_a_law_of_every_third_size_says_what_the_sizes_between_took(kernels):
         predicted = np.array([float(law.seconds(m.batch_size, m.tokens)) for m in others])
         seconds = np.array([m.seconds for m in others])
         assert np.median(np.abs(predicted / seconds - 1)) < 0.012
-        assert predicted.sum() == pytest.approx(seconds.sum(), rel=0.01)
+        assert predicted.sum() == pytest.approx(seconds.sum(), rel=0.015)
