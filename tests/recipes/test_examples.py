@@ -64,7 +64,7 @@ def test_a_config_of_others_plans_the_readers_own_data(run, tmp_path):
     config = save_config(tmp_path / "config", {"1x60x104": 8000, "21x60x104": 500})
     out = run("pushed_config.py", config)
     assert re.search(r"^1x60x104: 8000 samples, batch size \d+, ", out, re.MULTILINE)
-    assert re.search(r"^21x60x104: 500 samples, batch size 2, ", out, re.MULTILINE)
+    assert re.search(r"^21x60x104: 500 samples, batch size 1, ", out, re.MULTILINE)
 
 
 def test_a_cache_of_musubi_tuner_is_dealt_without_measuring(run, setup, tmp_path):
