@@ -22,6 +22,9 @@ WIDTHS = {"1.3B": (12, 8960), "14B": (40, 13824)}  # heads of 128, width of the 
 LATENTS = {7800: (5, 60, 104), 32760: (21, 60, 104)}
 CONTENDERS = ("eager", "compile", "patched", "patched + compile")
 CORRECT = "compile, correct"  # with `correct_options`
+COLUMNS = (*CONTENDERS[:2], CORRECT, *CONTENDERS[2:])
+WITHOUT_COMPILE = ("eager", "patched")
+SHORT = 48_000  # tokens at which eager's memory is the budget for the longest
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Case:
     Args:
         name, tokens: as in the table; tokens of the image or video stream.
         make: gives the model on the GPU, and the keyword arguments of its forward.
-        training: "full", or "LoRA" (rank 32 on attention, the rest frozen).
+        training: "full", also with checkpointing, or "LoRA" (rank 32 on attention, the rest frozen).
     """
 
     name: str
@@ -56,6 +59,17 @@ def family_cases() -> list[Case]:
         Case("Flux.1", 4096, _flux),
         Case("HunyuanVideo", 7800, _hunyuan_video),
     ]
+
+
+def whole_case() -> Case:
+    """All 30 layers of 1.3B on a tiny input."""
+    return Case("Wan 1.3B, 30 layers", 256, _whole, "full, checkpointing")
+
+
+def _whole() -> tuple[nn.Module, dict]:
+    model = wan("1.3B", 30)
+    model.enable_gradient_checkpointing()
+    return model, wan_inputs((1, 32, 32))
 
 
 def wan(width: str, layers: int) -> WanTransformer3DModel:
@@ -126,15 +140,28 @@ def add_lora(model: nn.Module):
     model.add_adapter(LoraConfig(r=32, lora_alpha=32, target_modules=targets, init_lora_weights=False))
 
 
+def model_and_inputs(case: Case) -> tuple[nn.Module, dict]:
+    """The same ones at each call: a case's models are made from a seed."""
+    model, inputs = case.make()
+    if case.training == "LoRA":
+        add_lora(model)
+    return model, inputs
+
+
 def contenders(model: nn.Module, names: tuple[str, ...] = CONTENDERS) -> dict[str, nn.Module]:
     """A copy of the model for each, prepared as its name says."""
     models = {name: copy.deepcopy(model) for name in names}
     for name, other in models.items():
-        if "patched" in name:
-            patch_model(other)
-        if "compile" in name:
-            compile_blocks(other, correct_options() if name == CORRECT else {})
+        prepare(other, name)
     return models
+
+
+def prepare(model: nn.Module, name: str):
+    """Make a contender of it."""
+    if "patched" in name:
+        patch_model(model)
+    if "compile" in name:
+        compile_blocks(model, correct_options() if name == CORRECT else {})
 
 
 def compile_blocks(model: nn.Module, options: dict[str, bool]):

@@ -11,12 +11,16 @@ its versions (pytorch#193061), "compile, correct"; `lora`: the same with rank 32
 `families`: SD3.5, Flux and HunyuanVideo. `whole`: 30 layers of 1.3B with checkpointing on a tiny input, which is the
 host's time. `longest`: what fits into the memory that eager needs for 48,000 tokens. `launches`: kernels a block.
 
-The contenders take turns in one process, forwards and backwards, each after a collection of young garbage. A time is
-the median over the rounds, and the fastest is kept beside it, without waiting for the host between the steps of a
-round. Three rows wait for the host, whose times scatter and depend on what a process did before: they come first, each
-in a process of its own, and have six times as many rounds (`whole`: four). Peak GiB is what the allocator handed out
-above weights and inputs. The output file is written after each row; what is measured anew replaces its row of an old
-one. `worst_gradient` of a contender is the parameter whose gradient is furthest from eager's, and by how much.
+The contenders take turns, forwards and backwards, each after a collection of young garbage. A time is the median over
+the rounds, and the fastest is kept beside it, without waiting for the host between the steps of a round. Peak GiB is
+what the allocator handed out above weights and inputs. `worst_gradient` of a contender is the parameter whose gradient
+is furthest from eager's, and by how much. The output file is written after each row; what is measured anew replaces
+its row of an old one.
+
+In most rows the contenders share a process. Three rows wait for the host, whose times scatter and depend on all that a
+process holds or did, such as other models and the code compiled for them. There each contender has a process of its
+own with one model, as training has, and the processes take turns on the same GPU; these rows come first. Rows with
+scattering times have more rounds.
 """
 
 import argparse
@@ -28,24 +32,37 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from block_cases import CONTENDERS, CORRECT, Case, add_lora, contenders, family_cases, wan, wan_cases, wan_inputs
+from block_cases import (
+    COLUMNS,
+    CONTENDERS,
+    SHORT,
+    WITHOUT_COMPILE,
+    Case,
+    contenders,
+    family_cases,
+    model_and_inputs,
+    prepare,
+    wan,
+    wan_cases,
+    wan_inputs,
+    whole_case,
+)
+from block_tables import print_tables
 
 from adaptiveload_hf import UserError
 from adaptiveload_hf.errors import exit_on_user_error
 
 LEAST_SECONDS = 0.2  # of the steps of one round
-# Rows that wait for the host, by part and place: Wan 1.3B at 7,800 and 256 tokens; and their rounds for one of others.
-HOST_BOUND = {("lora", 0): 6, ("blocks", 0): 6, ("whole", 0): 4}
-WITHOUT_COMPILE = ("eager", "patched")
-COLUMNS = (*CONTENDERS[:2], CORRECT, *CONTENDERS[2:])
-SHORT = 48_000  # tokens at which eager's memory is the budget
+# Rows that wait for the host, by part and place: Wan 1.3B at 7,800 and 256 tokens.
+HOST_BOUND = (("lora", 0), ("blocks", 0), ("whole", 0))
+# Rounds for one of other rows: for those, and for Wan 14B at 32,760 tokens, whose goal is within the scatter of three.
+MORE_ROUNDS = {("lora", 0): 6, ("blocks", 0): 6, ("whole", 0): 4, ("blocks", 3): 3}
 
 
 def say(text: str):
@@ -115,65 +132,95 @@ def worst_gradient(model: torch.nn.Module, expected: torch.nn.Module) -> tuple[f
     return max(found)
 
 
-def compare(models: dict[str, torch.nn.Module], inputs: dict, rounds: int) -> dict:
-    """Milliseconds of a step, median and fastest, its peak GiB, and how far its gradients are from those of the first,
-    for each contender; and the rounds.
+class Contender:
+    """A prepared model, its inputs, and what a step takes."""
 
-    They take turns, each with an untimed step first: after another's step the GPU has another temperature and clock.
-    Young garbage is collected before, or some would pay for what others left.
-    """
-    steps = {name: step_of(model, inputs) for name, model in models.items()}
-    worst, first = {}, next(iter(models.values()))
-    for name, step in steps.items():
-        step()
-        step()
-        worst[name] = worst_gradient(models[name], first)
-    peaks = {name: peak_gib(model, inputs) for name, model in models.items()}
-    once = {name: milliseconds(step, 1) for name, step in steps.items()}
-    calls = {name: max(1, round(1e3 * LEAST_SECONDS / once[name])) for name in steps}
-    times, turns = {name: [] for name in steps}, list(steps)
+    def __init__(self, model: torch.nn.Module, inputs: dict):
+        self.model, self.step, self.calls = model, step_of(model, inputs), 0
+        self.step()
+        self.step()
+        self.peak_gib = peak_gib(model, inputs)
+
+    def turn(self) -> float:
+        """Milliseconds of a step, after an untimed one: another's turn left the GPU at another temperature and clock.
+        Young garbage is collected before, or some would pay for what others left."""
+        gc.collect(1)
+        self.step()
+        self.calls = self.calls or max(1, round(1e3 * LEAST_SECONDS / milliseconds(self.step, 1)))
+        return milliseconds(self.step, self.calls)
+
+
+def times_in_turns(turns: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """What each gave in each round."""
+    times, names = {name: [] for name in turns}, list(turns)
     for _ in range(rounds):
-        for name in turns:
-            gc.collect(1)
-            steps[name]()
-            times[name].append(milliseconds(steps[name], calls[name]))
-        turns.reverse()
-    found = {
-        name: {
-            **{"milliseconds": statistics.median(of), "fastest": min(of)},
-            **{"peak_gib": peaks[name], "worst_gradient": worst[name]},
-        }
-        for name, of in times.items()
-    }
-    return {"rounds": rounds, **found}
+        for name in names:
+            times[name].append(turns[name]())
+        names.reverse()
+    return times
 
 
 # ----------------------------------------------------------------------------------------------- parts
 
 
-def measure_case(case: Case, rounds: int, names: tuple[str, ...] = CONTENDERS) -> dict:
+def measure_together(part: str, place: int, rounds: int) -> dict:
+    """A row whose contenders share this process."""
+    case, names = CASES[part][place]
     say(f"{case.name}, {case.tokens} tokens, {case.training}")
-    model, inputs = case.make()
-    if case.training == "LoRA":
-        add_lora(model)
-    row = {"model": case.name, "tokens": case.tokens, "training": case.training}
-    row |= compare(contenders(model, names), inputs, rounds)
+    model, inputs = model_and_inputs(case)
+    found = {name: Contender(other, inputs) for name, other in contenders(model, names).items()}
+    times = times_in_turns({name: other.turn for name, other in found.items()}, rounds)
+    eager = found["eager"].model
+    facts = {name: (other.peak_gib, worst_gradient(other.model, eager)) for name, other in found.items()}
+    del model, found, eager
     clean_up()
-    return row
+    return row_of(case, times, facts)
 
 
-def measure_whole(rounds: int) -> dict:
-    """30 layers of 1.3B, 256 tokens, checkpointing."""
-    say("whole model")
-    model, inputs = wan("1.3B", 30), wan_inputs((1, 32, 32))
-    model.enable_gradient_checkpointing()
-    row = {"model": "Wan 1.3B, 30 layers", "tokens": 256, "training": "full, checkpointing"}
-    row |= compare(contenders(model, WITHOUT_COMPILE), inputs, rounds)
-    clean_up()
-    return row
+def measure_apart(part: str, place: int, rounds: int, processes: dict[str, ProcessPoolExecutor]) -> dict:
+    """A row each of whose contenders has a process of its own. They are prepared side by side, and then take turns."""
+    case, names = CASES[part][place]
+    say(f"{case.name}, {case.tokens} tokens, {case.training}, {len(names)} processes")
+    for prepared in [processes[name].submit(prepare_alone, part, place, name) for name in names]:
+        prepared.result()
+    turns = {name: lambda process=processes[name]: process.submit(turn_alone).result() for name in names}
+    times = times_in_turns(turns, rounds)
+    return row_of(case, times, {name: processes[name].submit(facts_alone, part, place).result() for name in names})
 
 
-def measure_launches(_: int) -> dict:
+alone: list[Contender] = []  # the only one of this process, where each has its own
+
+
+def prepare_alone(part: str, place: int, name: str):
+    model, inputs = model_and_inputs(CASES[part][place][0])
+    prepare(model, name)
+    alone.append(Contender(model, inputs))
+
+
+def turn_alone() -> float:
+    return alone[0].turn()
+
+
+def facts_alone(part: str, place: int) -> tuple[float, tuple[float, str]]:
+    """Peak GiB and worst gradient. Only now eager's model is here, too, made from the same seed."""
+    eager, inputs = model_and_inputs(CASES[part][place][0])
+    step_of(eager, inputs)()
+    return alone[0].peak_gib, worst_gradient(alone[0].model, eager)
+
+
+def row_of(case: Case, times: dict[str, list[float]], facts: dict[str, tuple[float, tuple[float, str]]]) -> dict:
+    found = {
+        name: {
+            **{"milliseconds": statistics.median(of), "fastest": min(of)},
+            **{"peak_gib": facts[name][0], "worst_gradient": facts[name][1]},
+        }
+        for name, of in times.items()
+    }
+    rounds = len(times["eager"])
+    return {"model": case.name, "tokens": case.tokens, "training": case.training, "rounds": rounds, **found}
+
+
+def measure_launches() -> dict:
     """Kernels of a forward and backward of one more block of 1.3B."""
     say("launches")
     inputs, counts = wan_inputs((5, 60, 104)), []
@@ -184,7 +231,7 @@ def measure_launches(_: int) -> dict:
     return {"model": "Wan 1.3B, one block", **{name: counts[1][name] - counts[0][name] for name in WITHOUT_COMPILE}}
 
 
-def measure_longest(_: int) -> dict:
+def measure_longest() -> dict:
     """Tokens that fit into eager's memory for SHORT, for two layers of 14B, in steps of 500."""
     say("longest")
     model, row = wan("14B", 2), {"model": "Wan 14B, 2 layers"}
@@ -219,94 +266,38 @@ def clean_up():
     torch.cuda.empty_cache()
 
 
-# Of each part what measures its rows, given the number of rounds.
-PARTS = {
-    "blocks": [partial(measure_case, case, names=COLUMNS) for case in wan_cases("full")],
-    "lora": [partial(measure_case, case) for case in wan_cases("LoRA")],
-    "families": [partial(measure_case, case) for case in family_cases()],
-    "whole": [measure_whole],
-    "longest": [measure_longest],
-    "launches": [measure_launches],  # last: what profiles stays attached and slows every launch
+# The rows of each part that are about contenders, and their names.
+CASES = {
+    "blocks": [(case, COLUMNS) for case in wan_cases("full")],
+    "lora": [(case, CONTENDERS) for case in wan_cases("LoRA")],
+    "families": [(case, CONTENDERS) for case in family_cases()],
+    "whole": [(whole_case(), WITHOUT_COMPILE)],
 }
-
-
-def measure_row(part: str, place: int, rounds: int) -> dict:
-    return PARTS[part][place](rounds * HOST_BOUND.get((part, place), 1))
+# The others; launches last: what profiles stays attached and slows every launch.
+OTHERS = {"longest": measure_longest, "launches": measure_launches}
 
 
 def measured_rows(parts: list[str], rounds: int) -> Iterator[tuple[str, dict]]:
     """(part, row) of all rows, those that wait for the host first."""
-    rows = [(part, place) for part in PARTS if part in parts for place in range(len(PARTS[part]))]
+    rows = [(part, place) for part in CASES if part in parts for place in range(len(CASES[part]))]
     spawn = multiprocessing.get_context("spawn")
-    own = {row: ProcessPoolExecutor(1, spawn) for row in rows if row in HOST_BOUND}
-    for started in [process.submit(int) for process in own.values()]:  # all import now, none while another measures
-        started.result()
-    for row, process in own.items():
-        with process:
-            yield row[0], process.submit(measure_row, *row, rounds).result()
+    own = {
+        (part, place): {name: ProcessPoolExecutor(1, spawn) for name in CASES[part][place][1]}
+        for part, place in HOST_BOUND
+        if part in parts
+    }
+    for started in [process.submit(int) for processes in own.values() for process in processes.values()]:
+        started.result()  # all import now, none while another measures
+    for row, processes in own.items():
+        yield row[0], measure_apart(*row, rounds * MORE_ROUNDS[row], processes)
+        for process in processes.values():
+            process.shutdown()
     for row in rows:
         if row not in own:
-            yield row[0], measure_row(*row, rounds)
-
-
-# ---------------------------------------------------------------------------------------------- tables
-
-
-def tables(result: dict) -> list[list[list[str]]]:
-    """Rows of cells, the first one the head: times, memory, wrong gradients, launches, longest. What was not measured
-    is left out."""
-    parts = result["parts"]
-    timed = [row for name in ("blocks", "lora", "families", "whole") for row in parts.get(name, [])]
-    found = [compared(timed, *about) for about in (("milliseconds", "ms", ".1f"), ("peak_gib", "GiB", ".2f")) if timed]
-    if wrong := wrong_gradients(timed):
-        found.append([["wrong gradients", "tokens", "training", "of", "worst", "off by"], *wrong])
-    for row in parts.get("launches", []):
-        counts = [str(row[name]) for name in WITHOUT_COMPILE]
-        found.append([["kernels", *WITHOUT_COMPILE], [row["model"], *counts]])
-    for row in parts.get("longest", []):
-        longest = [f"{row[name]['tokens']:,} ({row[name]['tokens'] / SHORT - 1:+.0%})" for name in WITHOUT_COMPILE]
-        found.append([[f"tokens in {row['budget_gib']:.1f} GiB", *WITHOUT_COMPILE], [row["model"], *longest]])
-    return found
-
-
-def compared(rows: list[dict], key: str, unit: str, form: str) -> list[list[str]]:
-    """What each contender needs, and the ratios that the gates are about."""
-    ratios = (("patched", "eager"), ("patched", "compile"), ("patched", CORRECT), ("patched + compile", "compile"))
-    lines = [[unit, "tokens", "training", *COLUMNS, *(f"{one} / {other}" for one, other in ratios)]]
-    for row in rows:
-        values = {name: row[name][key] for name in COLUMNS if name in row}
-        cells = [format(values[name], form) if name in values else "" for name in COLUMNS]
-        cells += [
-            f"{values[one] / values[other]:.2f}" if {one, other} <= values.keys() else "" for one, other in ratios
-        ]
-        lines.append([row["model"], f"{row['tokens']:,}", row["training"], *cells])
-    return lines
-
-
-def wrong_gradients(rows: list[dict]) -> list[list[str]]:
-    """Contenders of which a parameter's gradient is further from eager's than rounding takes it."""
-    lines = []
-    for row in rows:
-        for name in (name for name in COLUMNS if "worst_gradient" in row.get(name, {})):
-            error, parameter = row[name]["worst_gradient"]
-            if error > 0.1:
-                lines.append([row["model"], f"{row['tokens']:,}", row["training"], name, parameter, f"{error:.2g}"])
-    return lines
-
-
-def print_tables(result: dict, markdown: bool):
-    about = ", ".join(f"{name} {result[name]}" for name in ("driver", "torch", "diffusers", "date"))
-    print(f"{result['gpu']}, {about}")
-    for lines in tables(result):
-        widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-        if markdown:
-            lines = [lines[0], ["---"] * len(widths), *lines[1:]]
-        print()
-        for line in lines:
-            padded = [
-                text.rjust(width) if i else text.ljust(width) for i, (text, width) in enumerate(zip(line, widths))
-            ]
-            print(f"| {' | '.join(line)} |" if markdown else "  ".join(padded))
+            yield row[0], measure_together(*row, rounds * MORE_ROUNDS.get(row, 1))
+    for part in OTHERS:
+        if part in parts:
+            yield part, OTHERS[part]()
 
 
 # ------------------------------------------------------------------------------------------------ main
@@ -332,7 +323,7 @@ def measure(parts: list[str], rounds: int, output: Path | None) -> dict:
             result["parts"] = before["parts"]
     command = shlex.join(["python", *sys.argv])
     for part, row in measured_rows(parts, rounds):
-        put(result, part, {"rounds": rounds, **row, "command": command})
+        put(result, part, {**row, "command": command})
         say(json.dumps(row))  # and after each row a whole file: a later one may fail or run into a time limit
         write(result, output)
     return result
@@ -377,7 +368,9 @@ def write(result: dict, output: Path | None):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to measure")
+    parser.add_argument(
+        "--only", nargs="+", choices=(*CASES, *OTHERS), default=[*CASES, *OTHERS], help="parts to measure"
+    )
     parser.add_argument("--quick", action="store_true", help="a third of the rounds")
     parser.add_argument("--output", type=Path, help="also write the numbers as JSON, after each row")
     parser.add_argument(

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from concurrent.futures import Future
 
 import block_cases
@@ -26,7 +27,9 @@ def run(tmp_path, monkeypatch):
 @pytest.fixture
 def result():
     def row(model, training, **milliseconds):
-        times = {name: {"milliseconds": ms, "peak_gib": ms / 100} for name, ms in milliseconds.items()}
+        times = {
+            name: {"milliseconds": ms, "fastest": ms - 10, "peak_gib": ms / 100} for name, ms in milliseconds.items()
+        }
         return {"model": model, "tokens": 7800, "training": training, **times}
 
     compiled = {"compile, correct": 18.0, "patched + compile": 14.0}
@@ -59,6 +62,7 @@ def test_a_measured_file_is_printed_as_tables(run, tmp_path, result, capsys):
     assert "a GPU, driver 1, torch 2, diffusers 3, date 2026-11-30" in printed
     ratios = "0.75 | 0.94 | 0.83 | 0.88"
     assert f"| Wan 1.3B | 7,800 | full | 20.0 | 16.0 | 18.0 | 15.0 | 14.0 | {ratios} |" in printed
+    assert "| Wan 1.3B | 7,800 | full | 10.0 | 6.0 | 8.0 | 5.0 | 4.0 | 0.50 | 0.83 | 0.62 | 0.67 |" in printed
     assert f"| Wan 1.3B | 7,800 | full | 0.20 | 0.16 | 0.18 | 0.15 | 0.14 | {ratios} |" in printed
     assert "| Wan 1.3B, 30 layers | 7,800 | full | 100.0 |  |  | 80.0 |  | 0.80 |  |  |  |" in printed
     assert "| Wan 1.3B | 7,800 | full | compile | blocks.0.scale_shift_table | 4.6e+04 |" in printed
@@ -88,28 +92,28 @@ def test_files_of_one_machine_are_printed_and_written_as_one(run, tmp_path, resu
 
 
 def row_maker(model, milliseconds):
-    return lambda _: {"model": model, "milliseconds": milliseconds}
+    return lambda: {"model": model, "milliseconds": milliseconds}
 
 
 def test_each_row_is_written_at_once_and_replaces_its_like_of_the_same_machine(tmp_path, result, monkeypatch):
     output = tmp_path / "results" / "speed.json"
     about = {name: value for name, value in result.items() if name != "parts"}
     monkeypatch.setattr(block_speed, "environment", lambda: about)
-    monkeypatch.setitem(block_speed.PARTS, "families", [row_maker("Wan", 1), row_maker("X", 1)])
-    found = block_speed.measure(["families"], 3, output)
+    monkeypatch.setattr(block_speed, "OTHERS", {"longest": row_maker("Wan", 1), "launches": row_maker("X", 1)})
+    found = block_speed.measure(["longest", "launches"], 3, output)
     assert json.loads(output.read_text()) == found
-    output.write_text(json.dumps({**found, "parts": {**found["parts"], **result["parts"]}}))
-    monkeypatch.setitem(block_speed.PARTS, "families", [row_maker("Wan", 2), lambda rounds: rounds / 0])
+    output.write_text(json.dumps({**found, "parts": {**result["parts"], **found["parts"]}}))
+    monkeypatch.setattr(block_speed, "OTHERS", {"longest": row_maker("Wan", 2), "launches": lambda: 1 / 0})
     with pytest.raises(ZeroDivisionError):
-        block_speed.measure(["families"], 1, output)
+        block_speed.measure(["longest", "launches"], 1, output)
     parts = json.loads(output.read_text())["parts"]
-    assert parts.keys() == {*result["parts"], "families"}
-    assert [(row["model"], row["milliseconds"], row["rounds"]) for row in parts["families"]] == [
-        ("Wan", 2, 1),
-        ("X", 1, 3),
+    assert parts.keys() == {*result["parts"]}
+    assert [(row["model"], row["milliseconds"]) for row in parts["longest"] + parts["launches"]] == [
+        ("Wan", 2),
+        ("X", 1),
     ]
     monkeypatch.setattr(block_speed, "environment", lambda: {**about, "driver": "another"})
-    monkeypatch.setitem(block_speed.PARTS, "longest", [row_maker("Wan", 1)])
+    monkeypatch.setitem(block_speed.OTHERS, "longest", row_maker("Wan", 1))
     assert block_speed.measure(["longest"], 3, output)["parts"].keys() == {"longest"}
 
 
@@ -117,36 +121,93 @@ class Process:
     """Stands for a process: what is submitted to it runs at once."""
 
     def submit(self, function, *arguments):
-        self.submitted = arguments
         future = Future()
         future.set_result(function(*arguments))
         return future
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
+    def shutdown(self):
         self.ended = True
 
 
 def test_rows_that_wait_for_the_host_come_first_in_processes_of_their_own_and_with_more_rounds(monkeypatch):
-    seen, started = [], []
+    apart, together, started = [], [], []
     monkeypatch.setattr(block_speed, "ProcessPoolExecutor", lambda *_: started.append(Process()) or started[-1])
-    for part, makers in block_speed.PARTS.items():
-        rows = [lambda rounds, part=part: seen.append((part, rounds)) or {"model": part} for _ in makers]
-        monkeypatch.setitem(block_speed.PARTS, part, rows)
-    found = [part for part, _ in block_speed.measured_rows(list(block_speed.PARTS), 3)]
-    assert found[:3] == ["blocks", "lora", "whole"] and found[-1] == "launches"
-    assert sorted(found) == sorted(part for part, makers in block_speed.PARTS.items() for _ in makers)
-    assert seen[:4] == [("blocks", 18), ("lora", 18), ("whole", 12), ("blocks", 3)]
-    assert [process.submitted for process in started] == [("blocks", 0, 3), ("lora", 0, 3), ("whole", 0, 3)]
+    monkeypatch.setattr(block_speed, "measure_apart", lambda *row: apart.append((row, len(together))) or {})
+    monkeypatch.setattr(block_speed, "measure_together", lambda *row: together.append(row) or {})
+    monkeypatch.setattr(block_speed, "OTHERS", dict.fromkeys(block_speed.OTHERS, dict))
+    found = [part for part, _ in block_speed.measured_rows([*block_speed.CASES, *block_speed.OTHERS], 3)]
+    assert found[:3] == ["lora", "blocks", "whole"] and found[-2:] == ["longest", "launches"]
+    assert [row[:3] for row, _ in apart] == [("lora", 0, 18), ("blocks", 0, 18), ("whole", 0, 12)]
+    assert all(measured == 0 for _, measured in apart)
+    assert [tuple(row[3]) for row, _ in apart] == [block_cases.CONTENDERS, block_cases.COLUMNS, ("eager", "patched")]
+    assert len({id(process) for row, _ in apart for process in row[3].values()}) == len(started) == 11
     assert all(process.ended for process in started)
+    assert together[:3] == [("blocks", 1, 3), ("blocks", 2, 3), ("blocks", 3, 9)]
+    assert len(together) == sum(map(len, block_speed.CASES.values())) - 3
 
 
-def test_the_rows_that_wait_for_the_host_are_the_short_ones_of_the_small_model():
-    for part in ("lora", "blocks"):
-        case = block_speed.PARTS[part][0].args[0]
-        assert (case.name, case.tokens, (part, 0) in block_speed.HOST_BOUND) == ("Wan 1.3B", 7800, True)
+def test_the_rows_with_more_rounds_are_the_short_ones_of_the_small_model_and_the_longest_of_the_large_one():
+    cases = [block_speed.CASES[part][place][0] for part, place in block_speed.MORE_ROUNDS]
+    sizes = [("Wan 1.3B", 7800), ("Wan 1.3B", 7800), ("Wan 1.3B, 30 layers", 256), ("Wan 14B", 32760)]
+    assert [(case.name, case.tokens) for case in cases] == sizes
+
+
+class Clocks:
+    """What block_speed.py reads of a GPU, on a CPU: a clock, and a peak of 3 GiB."""
+
+    def __init__(self, **_):
+        pass
+
+    def record(self):
+        self.seconds = time.perf_counter()
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, other):
+        return 1e3 * (other.seconds - self.seconds)
+
+
+def on_a_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Clocks)
+    for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2**30)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 4 * 2**30)
+    monkeypatch.setattr(block_speed, "LEAST_SECONDS", 0.01)
+
+
+def test_a_contender_alone_in_its_process_gives_what_one_beside_others_gives(monkeypatch):
+    """Time aside. Eager's gradients are those of a model that was made anew from the seed."""
+    on_a_cpu(monkeypatch)
+    monkeypatch.setattr(block_cases, "DEVICE", "cpu")
+    monkeypatch.setattr(block_cases, "WIDTHS", {"1.3B": (1, 64)})
+    case = block_cases.Case(
+        "tiny", 16, lambda: (block_cases.wan("1.3B", 1), block_cases.wan_inputs((1, 8, 8))), "LoRA"
+    )
+    monkeypatch.setitem(block_speed.CASES, "lora", [(case, block_cases.WITHOUT_COMPILE)])
+    rows = [block_speed.measure_together("lora", 0, 2)]
+    found = {}
+    for name in block_cases.WITHOUT_COMPILE:
+        monkeypatch.setattr(block_speed, "alone", [])
+        block_speed.prepare_alone("lora", 0, name)
+        found[name] = [block_speed.turn_alone(), block_speed.turn_alone()], block_speed.facts_alone("lora", 0)
+    times, facts = ({name: both[place] for name, both in found.items()} for place in (0, 1))
+    rows.append(block_speed.row_of(case, times, facts))
+    assert {name for row in rows for name in row if isinstance(row[name], dict)} == {"eager", "patched"}
+    for name in block_cases.WITHOUT_COMPILE:
+        assert rows[0][name]["worst_gradient"] == rows[1][name]["worst_gradient"]
+        assert [row[name]["peak_gib"] for row in rows] == [3, 3]
+        assert all(0 < row[name]["fastest"] <= row[name]["milliseconds"] for row in rows)
+    assert rows[0]["eager"]["worst_gradient"][0] == 0 < rows[0]["patched"]["worst_gradient"][0] < 0.05
+    assert {row["rounds"] for row in rows} == {2}
+
+
+def test_contenders_take_turns_forwards_and_backwards():
+    order = []
+    times = block_speed.times_in_turns({name: lambda name=name: order.append(name) or len(order) for name in "ab"}, 3)
+    assert "".join(order) == "abbaab"
+    assert times == {"a": [1, 4, 5], "b": [2, 3, 6]}
 
 
 @pytest.mark.parametrize("case", [*block_cases.wan_cases("full"), *block_cases.family_cases()], ids=lambda c: c.name)
