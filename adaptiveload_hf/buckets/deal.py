@@ -181,19 +181,20 @@ def stratify(
     for first, block in _blocks(kind_of, window * world_size * gradient_accumulation_steps):
         windows, length = block.shape
         row = np.arange(windows)[:, None]
-        order = np.argsort(block, axis=1, kind="stable")
-        kind, place = block[row, order], np.arange(length)
-        heads = np.diff(kind, axis=1, prepend=kind[:, :1] + 1) != 0
-        place = place - np.maximum.accumulate(np.where(heads, place, 0), axis=1)
-        numbers = np.bincount((row * len(kinds) + kind).ravel(), minlength=windows * len(kinds)).reshape(windows, -1)
-        evenly = (place + random.random(numbers.shape)[row, kind]) / numbers[row, kind]
-        evenly = np.argsort((evenly * (1 << 16)).astype(np.uint16), axis=1, kind="stable")
-        order, level = order[row, evenly], levels[kind[row, evenly]]
-        order = order[row, np.argsort(level, axis=1, kind="stable")]
+        in_row = length * row
+        order = np.argsort(block, axis=1, kind="stable") + in_row
+        kind = block.take(order)
+        cell = len(kinds) * row + kind
+        numbers = np.bincount(cell.ravel(), minlength=windows * len(kinds)).reshape(windows, -1)
+        place = np.arange(length) - (np.cumsum(numbers, axis=1) - numbers).take(cell)
+        evenly = (place + random.random(numbers.size).take(cell)) / numbers.take(cell)
+        evenly = np.argsort((evenly * (1 << 16)).astype(np.uint16), axis=1, kind="stable") + in_row
+        level = levels.take(kind.take(evenly))
+        order = order.take(evenly.take(np.argsort(level, axis=1, kind="stable") + in_row))
         # Each optimizer step takes the micro-steps at the same place of K equal parts: of a level, its share.
         steps = order.reshape(windows, gradient_accumulation_steps, -1, world_size).swapaxes(1, 2)
         shuffled = random.permuted(np.broadcast_to(np.arange(steps.shape[1]), steps.shape[:2]), axis=1)
-        parts.append((first + length * row + steps[row, shuffled].reshape(windows, length)).reshape(-1))
+        parts.append(first + steps[row, shuffled].reshape(-1))
     return np.concatenate(parts)
 
 
