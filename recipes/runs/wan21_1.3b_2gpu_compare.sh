@@ -13,6 +13,6 @@ export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
     --bucket_config "$law/patched" --eager_bucket_config "$law/eager" --output_dir "$out" \
     --shapes recipes/runs/mixed_shapes_49_frames.json --samples 310 --m_mem_tokens 40560 \
     --gradient_accumulation_steps 4 \
-    --arms equal_token/none/eager dual/step/patched equal_token/same_bucket/compiled equal_token/same_bucket/eager \
-    dual/step/eager dual/step/patched_compiled equal_token/none/compiled dual/none/eager dual/window:8/patched \
-    equal_token/same_bucket/patched dual/window:8/eager "${@:3}"
+    --arms equal_token/none/eager dual/auto/patched equal_token/same_bucket/compiled equal_token/same_bucket/eager \
+    dual/step/patched dual/auto/eager dual/auto/compiled equal_token/none/compiled dual/none/eager \
+    equal_token/same_bucket/patched dual/auto/patched_compiled "${@:3}"

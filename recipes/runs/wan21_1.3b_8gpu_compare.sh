@@ -14,11 +14,11 @@ export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 common=(--shapes recipes/mixed_shapes.json --m_mem_tokens 32760 --gradient_accumulation_steps 4 "${@:4}")
 "${launch[@]}" recipes/compare_schedules.py --config recipes/runs/wan2.1_1.3b.json --output_dir "$out" \
     --bucket_config "$config" --eager_bucket_config "$eager" --samples $((800 * ranks / 8)) "${common[@]}" \
-    --arms equal_token/none/eager dual/window:8/patched dual/step/patched equal_token/same_bucket/eager \
-    equal_token/same_bucket/compiled dual/none/eager dual/step/eager dual/window:8/eager equal_token/none/compiled \
-    dual/step/patched_compiled
+    --arms equal_token/none/eager dual/auto/patched equal_token/same_bucket/compiled dual/step/patched \
+    equal_token/same_bucket/eager equal_token/same_bucket/patched dual/auto/eager equal_token/none/compiled \
+    dual/auto/compiled dual/step/eager
 if [[ -n "${CONFIG_14B:-}" ]]; then
     "${launch[@]}" recipes/compare_schedules.py --config recipes/runs/wan2.1_14b.json --output_dir "${out}_14b" \
         --bucket_config "$CONFIG_14B" --samples $((160 * ranks / 8)) "${common[@]}" \
-        --arms equal_token/none/eager dual/window:8/patched
+        --arms equal_token/none/eager dual/auto/patched
 fi
