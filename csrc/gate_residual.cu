@@ -63,7 +63,8 @@ __device__ __forceinline__ int opaque(int value) {
 }
 
 // One turn of R rows, all of it asked for at once: the factor last, since the rows come from further away. Loads that
-// leave the caches first take 5 to 7% longer, stores do not. Of few rows, the cache is asked for them while the previous
+// leave the caches first take 5 to 7% longer, stores do not. The next kernel is let in at once: on an H200 10.4 us for 10.7
+// at 4,096 rows of 1,536 columns, 138.9 for 139.2 at 65,536. Of few rows, the cache is asked for them while the previous
 // kernel ends: on an H200 at 256, 512 and 1,024 rows of 1,536 columns 2.1, 2.4 and 3.3 us for 2.3, 3.0 and 4.1.
 template <typename T, int R, bool FEW>
 __global__ void __launch_bounds__(kForwardThreads, 4) forward_rows(const GateForward p, const Segments segments,
@@ -71,7 +72,7 @@ __global__ void __launch_bounds__(kForwardThreads, 4) forward_rows(const GateFor
   const Place at(segments, blockIdx.x / column_blocks, p.shape.rows);
   const int first_column = blockIdx.x % column_blocks * blockDim.x * kPack;
   const int column = column_of<Access::pieces>(first_column, 0), row = at.chunk * R;
-  if (FEW) let_next_kernel_start();
+  let_next_kernel_start();
   if (column >= p.shape.width) return;
   const T* const x_rows = row_of<const T>(p.x, at.batch, at.first + row) + column;
   const T* const y_rows = row_of<const T>(p.y, at.batch, at.first + row) + column;
