@@ -52,9 +52,9 @@ __global__ void __launch_bounds__(kColumns* kSlices, 4) column_sums(const Column
   const bool total = segment == p.segments;
   const bool affine = K > 1 && total && (p.dweight.data != nullptr || p.dbias.data != nullptr);
   float sums[K + 2] = {};
-  // On an H200 1 to 2 us of the next call, whose blocks come as multiprocessors fall free. Not behind the gated norm: its
-  // next call has several blocks a multiprocessor, which would come in unlike numbers, and takes 1 to 3 us more.
-  if (K < 3) let_next_kernel_start();
+  // On an H200 1 to 2 us of the next call, whose blocks come as multiprocessors fall free. Where several of them fit one,
+  // they would come in unlike numbers, and the call takes 1 to 4 us more.
+  if (p.let_next) let_next_kernel_start();
   wait_for_previous_kernel();
   const int64_t first = total ? 0 : segment * p.chunks, last = total ? p.segments * p.chunks : first + p.chunks;
   if (first_column + mine < p.width && last > first) {

@@ -18,6 +18,7 @@ struct ColumnSums {
   float scale_offset = 1.f, weight_offset = 0.f;
   Array scale, scale_table, weight, bias;
   bool modulated = false;  // the partials have m in them already
+  bool let_next = true;    // the next kernel start early: not one of which several blocks fit a multiprocessor
   Array dscale, dshift, dgate, dscale_table, dshift_table, dgate_table, dweight, dbias;  // without data: not wanted
 };
 
