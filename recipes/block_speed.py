@@ -19,8 +19,8 @@ its row of an old one.
 
 In most rows the contenders share a process. Three rows wait for the host, whose times scatter and depend on all that a
 process holds or did, such as other models and the code compiled for them. There each contender has a process of its
-own with one model, as training has, and the processes take turns on the same GPU; these rows come first. Rows with
-scattering times have more rounds.
+own with one model, as training has, and the processes take turns on the same GPU, longer ones; these rows come first.
+Rows with scattering times have more rounds.
 """
 
 import argparse
@@ -34,6 +34,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -58,11 +59,12 @@ from block_tables import print_tables
 from adaptiveload_hf import UserError
 from adaptiveload_hf.errors import exit_on_user_error
 
-LEAST_SECONDS = 0.2  # of the steps of one round
+LEAST_SECONDS = 0.2  # of the timed steps of one turn
+LEAST_SECONDS_ALONE = 1.0  # of those of a process that slept while others had their turns, as training never does
 # Rows that wait for the host, by part and place: Wan 1.3B at 7,800 and 256 tokens.
 HOST_BOUND = (("lora", 0), ("blocks", 0), ("whole", 0))
 # Rounds for one of other rows: for those, and for Wan 14B at 32,760 tokens, whose goal is within the scatter of three.
-MORE_ROUNDS = {("lora", 0): 6, ("blocks", 0): 6, ("whole", 0): 4, ("blocks", 3): 3}
+MORE_ROUNDS = {("lora", 0): 3, ("blocks", 0): 3, ("whole", 0): 3, ("blocks", 3): 3}
 
 
 def say(text: str):
@@ -141,12 +143,14 @@ class Contender:
         self.step()
         self.peak_gib = peak_gib(model, inputs)
 
-    def turn(self) -> float:
-        """Milliseconds of a step, after an untimed one: another's turn left the GPU at another temperature and clock.
-        Young garbage is collected before, or some would pay for what others left."""
+    def turn(self, least_seconds: float) -> float:
+        """Milliseconds of a step, after a few untimed ones: another's turn left the GPU at another temperature and
+        clock, and the host's caches with its data. Young garbage is collected before, or some would pay for what
+        others left."""
         gc.collect(1)
-        self.step()
-        self.calls = self.calls or max(1, round(1e3 * LEAST_SECONDS / milliseconds(self.step, 1)))
+        for _ in range(1 + self.calls // 4):
+            self.step()
+        self.calls = self.calls or max(1, round(1e3 * least_seconds / milliseconds(self.step, 1)))
         return milliseconds(self.step, self.calls)
 
 
@@ -169,7 +173,7 @@ def measure_together(part: str, place: int, rounds: int) -> dict:
     say(f"{case.name}, {case.tokens} tokens, {case.training}")
     model, inputs = model_and_inputs(case)
     found = {name: Contender(other, inputs) for name, other in contenders(model, names).items()}
-    times = times_in_turns({name: other.turn for name, other in found.items()}, rounds)
+    times = times_in_turns({name: partial(other.turn, LEAST_SECONDS) for name, other in found.items()}, rounds)
     eager = found["eager"].model
     facts = {name: (other.peak_gib, worst_gradient(other.model, eager)) for name, other in found.items()}
     del model, found, eager
@@ -198,7 +202,7 @@ def prepare_alone(part: str, place: int, name: str):
 
 
 def turn_alone() -> float:
-    return alone[0].turn()
+    return alone[0].turn(LEAST_SECONDS_ALONE)
 
 
 def facts_alone(part: str, place: int) -> tuple[float, tuple[float, str]]:
@@ -211,7 +215,7 @@ def facts_alone(part: str, place: int) -> tuple[float, tuple[float, str]]:
 def row_of(case: Case, times: dict[str, list[float]], facts: dict[str, tuple[float, tuple[float, str]]]) -> dict:
     found = {
         name: {
-            **{"milliseconds": statistics.median(of), "fastest": min(of)},
+            **{"milliseconds": statistics.median(of), "fastest": min(of), "turns": [round(each, 2) for each in of]},
             **{"peak_gib": facts[name][0], "worst_gradient": facts[name][1]},
         }
         for name, of in times.items()

@@ -137,7 +137,7 @@ def test_rows_that_wait_for_the_host_come_first_in_processes_of_their_own_and_wi
     monkeypatch.setattr(block_speed, "OTHERS", dict.fromkeys(block_speed.OTHERS, dict))
     found = [part for part, _ in block_speed.measured_rows([*block_speed.CASES, *block_speed.OTHERS], 3)]
     assert found[:3] == ["lora", "blocks", "whole"] and found[-2:] == ["longest", "launches"]
-    assert [row[:3] for row, _ in apart] == [("lora", 0, 18), ("blocks", 0, 18), ("whole", 0, 12)]
+    assert [row[:3] for row, _ in apart] == [("lora", 0, 9), ("blocks", 0, 9), ("whole", 0, 9)]
     assert all(measured == 0 for _, measured in apart)
     assert [tuple(row[3]) for row, _ in apart] == [block_cases.CONTENDERS, block_cases.COLUMNS, ("eager", "patched")]
     assert len({id(process) for row, _ in apart for process in row[3].values()}) == len(started) == 11
@@ -175,6 +175,7 @@ def on_a_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2**30)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 4 * 2**30)
     monkeypatch.setattr(block_speed, "LEAST_SECONDS", 0.01)
+    monkeypatch.setattr(block_speed, "LEAST_SECONDS_ALONE", 0.02)
 
 
 def test_a_contender_alone_in_its_process_gives_what_one_beside_others_gives(monkeypatch):
@@ -199,6 +200,7 @@ def test_a_contender_alone_in_its_process_gives_what_one_beside_others_gives(mon
         assert rows[0][name]["worst_gradient"] == rows[1][name]["worst_gradient"]
         assert [row[name]["peak_gib"] for row in rows] == [3, 3]
         assert all(0 < row[name]["fastest"] <= row[name]["milliseconds"] for row in rows)
+        assert [len(row[name]["turns"]) for row in rows] == [2, 2]
     assert rows[0]["eager"]["worst_gradient"][0] == 0 < rows[0]["patched"]["worst_gradient"][0] < 0.05
     assert {row["rounds"] for row in rows} == {2}
 
