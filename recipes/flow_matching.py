@@ -42,6 +42,10 @@ class FlowMatching:
     bounds: tuple[float, float] = (0.0, 1.0)
     first_frame_given: bool = False
 
+    def shift_of(self, sizes: tuple[int, int, int]) -> float:
+        """The shift for a latent of F, H, W."""
+        return self.shift * (1 if self.shift_size is None else math.sqrt(math.prod(sizes) / self.shift_size))
+
     def draw(self, latent: torch.Tensor, epoch: int, names: list[str]):
         """Noise and sigma of a micro-batch.
 
@@ -53,9 +57,7 @@ class FlowMatching:
         Returns:
             noise, float32 [B, C, F, H, W], and sigma, float32 [B], in (0, 1].
         """
-        shift = self.shift
-        if self.shift_size is not None:
-            shift *= math.sqrt(math.prod(latent.shape[2:]) / self.shift_size)
+        shift = self.shift_of(latent.shape[2:])
         generator = torch.Generator(latent.device)
         noises, sigmas = [], []
         for name in names:

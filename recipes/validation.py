@@ -83,7 +83,7 @@ def sample_latents(predict, flow: FlowMatching, prompt: dict, empty: dict, shape
     Returns:
         float32 [1, C, F, H, W].
     """
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=flow.shift)
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=flow.shift_of(shape[1:]))
     scheduler.set_timesteps(args.validation_inference_steps, device=device)
     latent = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0)).to(device)
     for timestep in scheduler.timesteps:

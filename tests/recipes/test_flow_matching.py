@@ -1,9 +1,12 @@
 """Is what a sample learns from right, the same in every schedule, and never shared?"""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from flow_matching import FlowMatching, make_flow_matching, occurrence_names
 from support.recipe_arguments import parse
+from validation import sample_latents
 
 from adaptiveload_hf import UserError
 
@@ -63,6 +66,22 @@ def test_a_latent_of_four_times_the_size_has_twice_the_shift():
     by_size = flow(3.0, shift_size=2 * 4 * 4)
     assert torch.equal(draw(by_size, *range(20))[1], draw(flow(3.0), *range(20))[1])
     torch.testing.assert_close(draw(by_size, *range(20), size=(2, 8, 8))[1], draw(flow(6.0), *range(20))[1])
+
+
+def test_a_sample_is_made_with_the_shift_that_its_size_is_trained_with():
+    asked = SimpleNamespace(validation_inference_steps=4, guidance_scale=1)
+
+    def timesteps(flow, height):
+        seen = []
+
+        def predict(noisy, timestep, batch):
+            seen.append(timestep.item())
+            return torch.zeros_like(noisy)
+
+        sample_latents(predict, flow, {}, {}, (16, 2, height, 4), "cpu", asked)
+        return seen
+
+    assert timesteps(flow(3.0, shift_size=2 * 4 * 4), 16) == timesteps(flow(6.0), 16) != timesteps(flow(3.0), 16)
 
 
 @pytest.mark.parametrize("scheme", ["sigma_sqrt", "logit_normal", "mode", "cosmap", "none"])
