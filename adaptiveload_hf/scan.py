@@ -84,8 +84,12 @@ def scan(source: str | Path, *, fps: float = 16.0) -> Scan:
 
 def _of_table(kind: str, dataset, problems=()) -> Scan:
     counts = shape_counts(read_shapes(dataset))
-    channels = dataset.data.column("latent_shape")[0].as_py()[0]
-    return Scan(kind, counts, _VAE_SCALES.get(channels, _USUAL_SCALE), tuple(problems))
+    return Scan(kind, counts, vae_scale_of(dataset), tuple(problems))
+
+
+def vae_scale_of(dataset) -> tuple[int, int]:
+    """Frames and pixels that one latent of a dataset stands for, by its channels."""
+    return _VAE_SCALES.get(dataset.data.column("latent_shape")[0].as_py()[0], _USUAL_SCALE)
 
 
 def _files(root: Path, refuse=lambda path, words: None):

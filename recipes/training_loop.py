@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 
 from adaptiveload_hf import TrainingMonitor, UserError
 from adaptiveload_hf.benchmark import append_line
+from adaptiveload_hf.scan import vae_scale_of
 
 
 def run_steps(accelerator: Accelerator, args, model, loader, scheduler, run, total_steps: int, validators=()) -> bool:
@@ -219,8 +220,10 @@ def say_start(args, loader, differences: list[str], total_steps: int) -> None:
     say(f"  optimizer steps {loader.global_step} of {total_steps} done, {schedule.num_update_steps} an epoch")
     say(f"  epoch {loader.epoch}: {len(schedule.unseen())} samples not yet seen")
     say(f"  balance {schedule.balance}, loss normalization {args.loss_normalization}")
+    scale = vae_scale_of(loader.dataset)
     for bucket in plan.buckets:
-        say(f"  {bucket.shape} ({bucket.shape.pixels()} pixels): {bucket.count} samples, B = {bucket.batch_size}")
+        pixels = bucket.shape.pixels(*scale)
+        say(f"  {bucket.shape} ({pixels} pixels): {bucket.count} samples, B = {bucket.batch_size}")
     for finding in (*plan.findings, *schedule.findings):
         say(f"  {finding}")
     if differences:

@@ -37,7 +37,7 @@ def clips(tmp_path):
         ("t2v", ["--expert", "low_noise"], "transformer_2"),
     ],
 )
-def test_a_variant_is_prepared_for_and_trained(clips, tmp_path, monkeypatch, kind, words, saved):
+def test_a_variant_is_prepared_for_and_trained(clips, tmp_path, monkeypatch, capsys, kind, words, saved):
     pipeline, prepared = save_tiny_wan(tmp_path / "pipeline", kind=kind), tmp_path / "prepared"
     if saved == "transformer_2":
         (pipeline / "transformer").rename(pipeline / "transformer_2")
@@ -56,6 +56,7 @@ def test_a_variant_is_prepared_for_and_trained(clips, tmp_path, monkeypatch, kin
     )
     metrics = train_here(setup, tmp_path / "run", *words, max_train_steps=1, gradient_accumulation_steps=1)
     assert metrics[0]["loss"] > 0 and metrics[0]["grad_norm"] > 0
+    assert "(9x64x64 pixels): 3 samples, B = " in capsys.readouterr().err
     trained = WanTransformer3DModel.from_pretrained(tmp_path / "run" / saved)
     start = WanTransformer3DModel.from_pretrained(pipeline, subfolder=saved)
     assert trained.config.in_channels == start.config.in_channels
