@@ -25,7 +25,8 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 def make_parser(description: str, *sections) -> argparse.ArgumentParser:
     """A parser of all the sections' arguments; a section's title is what its function says that it is about."""
     usage = "%(prog)s --pretrained_model_name_or_path ... --dataset ... --bucket_config ... --output_dir ... [options]"
-    parser = argparse.ArgumentParser(description=description, formatter_class=_Help, usage=usage)
+    # A flag cut short would be another word to `resume_command`, which would print the token after --hub_tok.
+    parser = argparse.ArgumentParser(description=description, formatter_class=_Help, usage=usage, allow_abbrev=False)
     for add_arguments in sections:
         add_arguments(parser.add_argument_group(add_arguments.__doc__.split(".")[0]))
     return parser

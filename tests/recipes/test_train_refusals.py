@@ -61,9 +61,11 @@ def test_an_unknown_tracker_is_wrong_usage(setup, tmp_path, capsys):
         ("--proportion_empty_prompts nan", "--proportion_empty_prompts: must be at least 0.0, but it is nan"),
         ("--max_grad_norm 0", "--max_grad_norm: must be more than 0.0, but it is 0"),
         ("--dataloader_num_workers two", "--dataloader_num_workers: invalid int value: 'two'"),
+        # It would be taken for --hub_token, and stay in the command that is printed for a resume.
+        ("--hub_tok hf_secret", "unrecognized arguments: --hub_tok"),
     ],
 )
-def test_a_number_that_makes_no_sense_is_wrong_usage(words, said, capsys):
+def test_a_word_that_makes_no_sense_is_wrong_usage(words, said, capsys):
     with pytest.raises(SystemExit, match="2"):
         parse("PIPELINE", *words.split())
     assert said in capsys.readouterr().err
