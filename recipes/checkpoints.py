@@ -333,12 +333,17 @@ def _remove(checkpoint: Path) -> None:
 
 
 def keep_metrics_until(path: Path, step: int) -> None:
-    """Drops the lines of steps that are about to be done again, so that each step has one line."""
+    """Moves the lines of steps that are about to be done again to outdated-metrics.jsonl: each step has one line."""
     if not path.exists():
         return
-    partial = path.with_suffix(".partial")
+    partial, outdated, later = path.with_suffix(".partial"), path.with_name(f"outdated-{path.name}"), []
     with open(path, errors="replace") as lines, open(partial, "w") as kept:
-        kept.writelines(line for line in lines if _step_of(line) <= step)
+        for line in lines:
+            kept.write(line) if _step_of(line) <= step else later.append(line)
+    if later := [line for line in later if _step_of(line) < math.inf]:
+        with open(outdated, "a") as file:
+            file.writelines(later)
+        print(f"moved {len(later)} lines of steps after {step} from {path} to {outdated}", file=sys.stderr, flush=True)
     os.replace(partial, path)
 
 

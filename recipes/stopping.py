@@ -8,8 +8,16 @@ import sys
 from pathlib import Path
 
 import psutil
+from accelerate import Accelerator
 
 from adaptiveload_hf import UserError
+
+
+def drop_earlier_request(accelerator: Accelerator, output_dir: Path) -> None:
+    """Removes the STOP file that a run left which was killed before it looked: it was not meant for this one."""
+    if accelerator.is_main_process and (output_dir / "STOP").exists():
+        (output_dir / "STOP").unlink()
+        print(f"removed {output_dir / 'STOP'}, which an earlier run left", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -37,6 +37,7 @@ from sd3_training import (
     make_predict,
 )
 from shared_work import others_wait
+from stopping import drop_earlier_request
 from training_arguments import (
     add_flow_arguments,
     add_model_arguments,
@@ -89,6 +90,7 @@ def train(accelerator, args):
     check_arguments(args, LORA_TARGET_MODULES)
     set_seed(args.seed)  # the same on all ranks: FSDP2 shards what each rank holds and broadcasts nothing
     output_dir = Path(args.output_dir)
+    drop_earlier_request(accelerator, output_dir)
     checkpoint = find_checkpoint(accelerator, output_dir, args.resume_from_checkpoint)
 
     # Whatever can be wrong with launch, data and plan shows here, before any weights are read.

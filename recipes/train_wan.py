@@ -29,6 +29,7 @@ from publishing import add_hub_arguments, find_repository, publish
 from random_batches import column_sizes, try_buckets
 from run_folder import only_run
 from shared_work import others_wait
+from stopping import drop_earlier_request
 from training_arguments import (
     add_flow_arguments,
     add_model_arguments,
@@ -93,6 +94,7 @@ def train(accelerator, args):
     check_arguments(args, LORA_TARGET_MODULES)
     set_seed(args.seed)  # the same on all ranks: FSDP2 shards what each rank holds and broadcasts nothing
     output_dir = Path(args.output_dir)
+    drop_earlier_request(accelerator, output_dir)
     checkpoint = find_checkpoint(accelerator, output_dir, args.resume_from_checkpoint)
 
     # Whatever can be wrong with launch, data and plan shows here, before any weights are read.

@@ -175,7 +175,7 @@ def test_a_run_that_goes_back_keeps_its_own_checkpoints_and_latest_means_them(se
     back = ("--resume_from_checkpoint", "checkpoint-1", *limit)
     train_here(setup, run, *back, max_train_steps=2, checkpointing_steps=1)
     assert list(checkpoints.checkpoints_in(run)) == [1, 2]
-    outdated = sorted(path.name for path in run.glob("outdated-*"))
+    outdated = sorted(path.name for path in run.glob("outdated-checkpoint-*"))
     assert outdated == ([] if limit else ["outdated-checkpoint-5", "outdated-checkpoint-6"])
 
 
@@ -251,3 +251,17 @@ def test_a_line_of_metrics_that_was_cut_short_or_damaged_is_dropped(tmp_path):
     path.write_text(lines[0] + damaged + lines[1] + lines[2] + lines[3])
     keep_metrics_until(path, 3)
     assert path.read_text() == lines[0] + lines[1] + lines[2]
+    assert (tmp_path / "outdated-metrics.jsonl").read_text() == lines[3]
+
+
+def test_the_metrics_of_a_run_that_died_before_its_first_checkpoint_are_kept_when_it_begins_anew(run, setup, capsys):
+    for checkpoint in checkpoints.checkpoints_in(run).values():
+        shutil.rmtree(checkpoint)
+    died = (run / "metrics.jsonl").read_text()
+    assert len(train_here(setup, run, *LATEST, max_train_steps=1)) == 1
+    assert (run / "outdated-metrics.jsonl").read_text() == died
+    assert f"moved 2 lines of steps after 0 from {run / 'metrics.jsonl'} to " in capsys.readouterr().err
+    shutil.rmtree(run / "checkpoint-1")
+    train_here(setup, run, max_train_steps=1)
+    assert (run / "outdated-metrics.jsonl").read_text().startswith(died)
+    assert len((run / "outdated-metrics.jsonl").read_text().splitlines()) == 3

@@ -150,10 +150,17 @@ def test_a_lora_trains_and_saves_the_adapter_alone_goes_on_and_loads_into_the_pi
     assert pipeline.transformer.peft_config["default_0"].r == 2
 
 
-def test_a_run_stops_at_the_next_step_when_asked_and_goes_on_as_if_it_had_not(straight, setup, tmp_path, capsys):
+def ask_to_stop(monkeypatch, run):
+    """Before the first step, as soon as the run has said how."""
+    init_trackers = train_wan.init_trackers
+    monkeypatch.setattr(train_wan, "init_trackers", lambda *rest: (run / "STOP").touch() or init_trackers(*rest))
+
+
+def test_a_run_stops_at_the_next_step_when_asked_and_goes_on_as_if_it_had_not(
+    straight, setup, tmp_path, capsys, monkeypatch
+):
     run = tmp_path / "run"
-    run.mkdir()
-    (run / "STOP").touch()
+    ask_to_stop(monkeypatch, run)
     looks = ("--validation_dataset", setup.dataset, "--validation_steps", 1)
     (only,) = train_here(setup, run, *looks, max_train_steps=5, checkpointing_steps=100)
     assert "validation_loss" not in only, "who stops it may soon kill it: the checkpoint comes first"
@@ -164,12 +171,17 @@ def test_a_run_stops_at_the_next_step_when_asked_and_goes_on_as_if_it_had_not(st
     words = said[said.index("train_wan.py --") :].split()[1:]
     assert words[-2:] == ["--resume_from_checkpoint", "latest"]
     assert words[:-2] == arguments(setup, run, *looks, max_train_steps=5, checkpointing_steps=100)
+    monkeypatch.undo()
+    (run / "STOP").touch()
     resumed = train_here(setup, run, *words[-2:], max_train_steps=5, checkpointing_steps=100)
     assert timeless(resumed) == timeless(straight.metrics)[:5]
+    assert f"removed {run / 'STOP'}, which an earlier run left" in capsys.readouterr().err
 
 
-def test_a_stop_that_comes_with_the_last_step_leaves_nothing_out_and_is_not_kept_for_the_next_run(setup, tmp_path):
-    (tmp_path / "STOP").touch()
+def test_a_stop_that_comes_with_the_last_step_leaves_nothing_out_and_is_not_kept_for_the_next_run(
+    setup, tmp_path, monkeypatch
+):
+    ask_to_stop(monkeypatch, tmp_path)
     (only,) = train_here(setup, tmp_path, "--validation_dataset", setup.dataset, max_train_steps=1)
     assert "validation_loss" in only
     assert (tmp_path / "transformer").exists()
