@@ -34,7 +34,7 @@ def make_loader(
     )
     if checkpoint is not None:
         loader.load_checkpoint(checkpoint)  # other ranks or another plan leave another number of steps
-    return loader, args.max_train_steps or loader.num_update_steps(args.num_train_epochs)
+    return loader, args.max_train_steps or loader.global_step_after(args.num_train_epochs)
 
 
 def check_widths(transformer_config: dict, *widths: tuple[int, str, str]) -> None:

@@ -121,7 +121,7 @@ class BucketDataLoader(DataLoaderStateMixin):
         """Optimizer steps whose batches have been handed out, over all epochs and resumes."""
         return self._steps_before + self._position // self.schedule.gradient_accumulation_steps
 
-    def num_update_steps(self, epochs: int = 1) -> int:
+    def global_step_after(self, epochs: int) -> int:
         """The global step at which `epochs` epochs are complete: the length of a learning rate schedule."""
         if self.epoch >= epochs:
             return self.global_step
@@ -258,7 +258,7 @@ class BucketDataLoader(DataLoaderStateMixin):
         return sealed(state)
 
     def load_checkpoint(self, folder: str | Path) -> None:
-        """Goes to where `accelerator.save_state(folder)` was called, before load_state is: to ask num_update_steps.
+        """Goes to where `accelerator.save_state(folder)` was called, before load_state is: to ask global_step_after.
 
         A learning-rate schedule is made before load_state, but how long it is follows from what is left to train.
 

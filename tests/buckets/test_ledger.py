@@ -39,6 +39,7 @@ def make_rank(rank, world_size, accumulation, **options):
         register_for_checkpointing=lambda loader: None,
         _custom_objects=[],
         _schedulers=[],
+        _optimizers=[],
     )
     index = mixed_index(COUNTS)
     rows = NumberedRows(SAMPLES)
@@ -83,7 +84,7 @@ def test_twenty_interruptions_with_other_ranks_accumulation_plan_and_balance_los
         if state is not None:
             for loader in ranks:
                 loader.load_state_dict(json.loads(state))
-        planned = ranks[0].num_update_steps(EPOCHS)
+        planned = ranks[0].global_step_after(EPOCHS)
         steps = -(-(planned - ranks[0].global_step) // (INTERRUPTIONS + 1 - interruption))
         train(ranks, steps, ledger)
         states = {json.dumps(loader.state_dict()) for loader in ranks}

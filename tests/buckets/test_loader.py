@@ -192,12 +192,12 @@ def test_the_global_step_counts_optimizer_steps_over_epochs():
 @pytest.mark.parametrize("repeats", [None, np.random.default_rng(0).uniform(0.2, 2, sum(COUNTS))])
 def test_the_number_of_update_steps_is_what_the_epochs_take(repeats):
     loader = make(accumulation=3, repeats=repeats)
-    planned = loader.num_update_steps(3)
-    assert loader.num_update_steps() == loader.schedule.num_update_steps
+    planned = loader.global_step_after(3)
+    assert loader.global_step_after(1) == loader.schedule.num_update_steps
     for _ in range(3):
         for _ in loader:
-            assert loader.num_update_steps(3) == planned
-    assert loader.global_step == planned == loader.num_update_steps(3)
+            assert loader.global_step_after(3) == planned
+    assert loader.global_step == planned == loader.global_step_after(3)
 
 
 @pytest.mark.parametrize("absent", range(len(COUNTS)))

@@ -289,13 +289,13 @@ def test_another_dataset_may_begin_a_new_epoch_with_the_global_step_kept():
     resumed = make(counts=(31, 14, 9, 4), on_dataset_change="new_epoch")
     resumed.load_state_dict(loader.state_dict())
     assert (resumed.epoch, resumed.global_step) == (1, 3)
-    assert resumed.num_update_steps(3) == 3 + 2 * resumed.schedule.num_update_steps
+    assert resumed.global_step_after(3) == 3 + 2 * resumed.schedule.num_update_steps
     assert sorted(samples_of(train(resumed, resumed.schedule.num_update_steps))) == list(range(SAMPLES + 1))
 
 
 def test_another_dataset_after_a_whole_epoch_begins_the_next_epoch_and_skips_none():
     loader = make()
-    train(loader, loader.num_update_steps(1))
+    train(loader, loader.global_step_after(1))
     resumed = make(counts=(31, 14, 9, 4), on_dataset_change="new_epoch")
     resumed.load_state_dict(loader.state_dict())
     assert (resumed.epoch, resumed.global_step) == (1, loader.global_step)

@@ -113,11 +113,11 @@ def run_rates(folder, stepping, accumulation, stop=None):
         split = DataLoaderConfiguration(split_batches=stepping == "split_batches")
         accelerator = Accelerator(gradient_accumulation_steps=accumulation, dataloader_config=split)
     model, optimizer, loader = prepare(accelerator)
-    steps = loader.num_update_steps(EPOCHS)
+    steps = loader.global_step_after(EPOCHS)
     checkpoint = Path(folder, stepping)
     if resumed := stop is None:
         loader.load_checkpoint(checkpoint)
-        steps = loader.num_update_steps(EPOCHS)
+        steps = loader.global_step_after(EPOCHS)
     counted = accelerator.num_processes if stepping == "accelerate" else 1
     scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=steps * counted)
     scheduler = accelerator.prepare(scheduler)

@@ -63,7 +63,7 @@ def load(model: torch.nn.Module, config: BucketConfig) -> None:
     assert_type(load_tar_shards("shards", latent_normalized=True), tuple[Dataset, list[str]])
     loader = BucketDataLoader(dataset, config, accelerator=accelerator, batch_sizes={"1x60x104": 4})
     BucketDataLoader(dataset, config, accelerator=accelerator, memory_limit=70)  # type: ignore[call-arg]
-    assert_type(loader.num_update_steps(2), int)
+    assert_type(loader.global_step_after(2), int)
     assert_type(loader.plan, BucketPlan)
     monitor = TrainingMonitor(accelerator, model, loader)
     for batch in monitor:
