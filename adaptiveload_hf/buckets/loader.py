@@ -21,7 +21,7 @@ from .ranks import check_arguments, check_run, check_scheduler, compare_ranks, d
 from .sampler import BucketBatchSampler
 from .schedule import EpochSchedule
 from .shapes import BucketIndex, check_index, dataset_fingerprint, leave_out_absent, read_shapes, shape_counts
-from .state import check_whole, read_state, register, sealed
+from .state import call_after_updates, check_whole, read_state, register, sealed
 
 
 class BucketDataLoader(DataLoaderStateMixin):
@@ -32,7 +32,7 @@ class BucketDataLoader(DataLoaderStateMixin):
     what collate_fn returns plus loss_weight (float: multiply the micro-batch's mean loss with it before
     `accelerator.backward`), bucket (the shape, str), micro_step (position in `schedule`), sample_index and, with
     repeats, occurrence (`EpochSchedule.occurrences`; both int64 [B], on the CPU). It advances its own epoch, and a
-    loop over it goes on where the one before was left.
+    loop over it goes on with the batch after the one where the loop before was left.
 
     Args:
         dataset: rows by index; dict rows get `sample_index` added before collate_fn sees them.
@@ -102,10 +102,11 @@ class BucketDataLoader(DataLoaderStateMixin):
             pin_memory=accelerator.device.type == "cuda",
             generator=self._generator,
         )
-        self._visit = 0
+        self._visit, self._trains = 0, False
         self._begin_epoch(0, (), global_step=0)
         self._compare_ranks()
         self._registered = register(accelerator, self)
+        call_after_updates(self._note_update)
 
     @property
     def epoch(self) -> int:
@@ -147,7 +148,7 @@ class BucketDataLoader(DataLoaderStateMixin):
             self._begin_epoch(epoch, (), self.global_step)
 
     def __iter__(self) -> Iterator[dict]:
-        self._leave_finished_epoch()
+        self._leave_finished_epoch(self._position)
         self._compare_ranks()
         check_run(self.schedule, self.accelerator)
         # accelerate's own count may be out of phase: restored under another K, or left inside an optimizer step.
@@ -159,6 +160,7 @@ class BucketDataLoader(DataLoaderStateMixin):
         # Of the workers. They must not draw the same on all ranks, nor after a resume what they drew before it.
         place = np.random.SeedSequence((self.seed, self.epoch, self.rank, first))
         self._generator.manual_seed(int(place.generate_state(1, np.uint64)[0]))
+        left = True
         try:
             for batch in self._loader:
                 if visit != self._visit:
@@ -167,14 +169,17 @@ class BucketDataLoader(DataLoaderStateMixin):
                         "loop at a time run, and change them outside."
                     )
                 yield self._hand_out(batch)
+                if visit == self._visit:
+                    self._note_body(first)
+            left = False
         finally:
             self.end()
             # A validation inside of a training loop over one of torch's loaders, whose count goes on.
             if self.gradient_state.in_dataloader and not beside and self.accelerator.step == first:
                 self.accelerator.step = count
-            # Here, so that it is done too where the loop is left by a break at the last batch.
             if visit == self._visit:
-                self._leave_finished_epoch()
+                # Also where the loop is left by a break after the last batch, but not before that was trained on.
+                self._leave_finished_epoch(self._trained_to() if left else self._position)
 
     def _is_read_beside_training(self) -> bool:
         """Whether another loader's loop is what accelerate counts micro-steps of."""
@@ -211,34 +216,45 @@ class BucketDataLoader(DataLoaderStateMixin):
         batch |= {**ours, "sample_index": torch.tensor(schedule.micro_batch(micro_step, self.rank))}
         return batch
 
+    def _note_update(self) -> None:
+        """An optimizer has stepped: what was handed out is in the model."""
+        self._trained = self._position
+        self._trains |= self.gradient_state.active_dataloader is self
+
+    def _note_body(self, first: int) -> None:
+        """A loop that began at `first` is done with a batch."""
+        last, alone = self._position - 1, self.gradient_state.dataloader_references == [None, self]
+        if alone and self.accelerator.step == last and (self._trains or last > first):
+            # It has passed the batch over, and the next one must not take its place in the optimizer step.
+            self.accelerator.step = self._position
+        elif not self._trains and self._position % self.schedule.gradient_accumulation_steps == 0:
+            self._trained = self._position
+
+    def _trained_to(self) -> int:
+        """Micro-steps of the whole optimizer steps that were made, or, where nothing trains, that were read."""
+        trains = self._trains or self.accelerator._optimizers
+        done = self._trained if trains else self._position
+        return done - done % self.schedule.gradient_accumulation_steps
+
     def _begin_epoch(self, epoch: int, segments: Sequence[dict], global_step: int) -> None:
         self._visit += 1
         self._sampler.set_epoch(epoch, segments)
-        self._position = self.schedule.first_micro_step
+        self._position = self._trained = self.schedule.first_micro_step
         # A last segment that goes on is written anew, longer, by state_dict.
         self._earlier_segments = tuple(segments[:-1] if self._position else segments)
         self._steps_before = global_step - self._position // self.schedule.gradient_accumulation_steps
 
-    def _leave_finished_epoch(self) -> None:
-        if self._position == self.schedule.num_micro_steps:
+    def _leave_finished_epoch(self, done: int) -> None:
+        if done == self.schedule.num_micro_steps:
             self._begin_epoch(self.epoch + 1, (), self.global_step)
 
     def state_dict(self) -> dict:
         """Where training stands, the same on every rank, as plain values.
 
-        What was read of an optimizer step that no gradient waits for, as in a validation that ends early, is left out.
-
-        Raises:
-            UserError: between the micro-steps of one optimizer step; accumulated gradients are in no checkpoint.
+        It is after the last optimizer step that was made, wherever in a loop this is called: accumulated gradients are
+        in no checkpoint, so their micro-batches, and a batch that is yet to be trained on, come again after a resume.
         """
-        schedule = self.schedule
-        within = self._position % schedule.gradient_accumulation_steps
-        position = self._position - within
-        if within and not self.accelerator.sync_gradients:
-            raise UserError(
-                f"State can be saved after whole optimizer steps only, but {within} of "
-                f"{schedule.gradient_accumulation_steps} micro-steps are done. Save where accelerator.sync_gradients."
-            )
+        schedule, position = self.schedule, self._trained_to()
         segments, epoch = list(self._earlier_segments), self.epoch
         if position == schedule.num_micro_steps:
             segments, epoch = [], epoch + 1
@@ -253,9 +269,10 @@ class BucketDataLoader(DataLoaderStateMixin):
                 "digest": schedule.digest,
             }
             segments.append(segment)
-        state = {"epoch": int(epoch), "global_step": self.global_step, "processes": self.accelerator.num_processes}
-        state |= {"seed": int(self.seed), "dataset_fingerprint": self.fingerprint, "segments": segments}
-        return sealed(state)
+        step = self._steps_before + position // schedule.gradient_accumulation_steps
+        state = {"epoch": int(epoch), "global_step": step, "processes": self.accelerator.num_processes}
+        state |= {"trains": self._trains, "seed": int(self.seed), "dataset_fingerprint": self.fingerprint}
+        return sealed({**state, "segments": segments})
 
     def load_checkpoint(self, folder: str | Path) -> None:
         """Goes to where `accelerator.save_state(folder)` was called, before load_state is: to ask global_step_after.
@@ -286,6 +303,7 @@ class BucketDataLoader(DataLoaderStateMixin):
             epoch, segments = epoch + bool(segments), []
         elif state["seed"] != self.seed:
             raise UserError(f"The checkpoint's order has seed {state['seed']}, but found {self.seed}. Use that seed.")
+        self._trains = state.get("trains", False)
         self._begin_epoch(epoch, segments, state["global_step"])
 
     def _compare_ranks(self) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..errors import UserError
 
@@ -29,6 +31,20 @@ def register(accelerator, loader):
     registered = weakref.proxy(loader, forget)
     accelerator.register_for_checkpointing(registered)
     return registered
+
+
+def call_after_updates(method: Callable[[], None]) -> None:
+    """Calls a method after every step that an optimizer of this process makes, as long as its object is in use.
+
+    It is their word that counts: a loop may call save_state anywhere, and accelerate knows where a micro-step begins.
+    """
+    known = weakref.WeakMethod(method)
+
+    def call(*_) -> None:
+        if (found := known()) is not None:
+            found()
+
+    weakref.finalize(method.__self__, register_optimizer_step_post_hook(call).remove)
 
 
 def read_state(accelerator, registered, folder: str | Path) -> dict:

@@ -120,17 +120,6 @@ def test_a_state_at_the_end_of_an_epoch_begins_the_next_one():
     assert train(resumed, 3) == train(loader, 3)
 
 
-def test_a_state_between_micro_steps_is_refused():
-    loader, model = make(accumulation=3), torch.nn.Linear(1, 1)
-    for batch in loader:
-        with loader.accelerator.accumulate(model):
-            pass
-        if batch["micro_step"] == 1:
-            with pytest.raises(UserError, match=r"2 of 3 micro-steps are done\. Save where"):
-                loader.state_dict()
-            break
-
-
 def test_a_validation_that_ends_inside_an_optimizer_step_does_not_keep_training_from_saving(tmp_path):
     loader, model = make(accumulation=2), torch.nn.Linear(1, 1)
     held_out = BucketDataLoader(

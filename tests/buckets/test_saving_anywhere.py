@@ -1,0 +1,158 @@
+"""A loop may save or be left at any place: after a resume no sample is lost, and none is trained on twice."""
+
+import itertools
+
+import pytest
+import torch
+from accelerate import Accelerator
+from support.accelerators import forget_run
+from support.bucketed import CountedConfig, NumberedRows, collate_numbers, mixed_index
+
+from adaptiveload_hf.buckets.loader import BucketDataLoader
+
+COUNTS = (13, 7, 4, 1)
+PLACES = (
+    *("with a batch", "before forward", "before the update", "after the update", "without gradients"),
+    *("after the micro-step", "in validation"),
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate():
+    yield
+    forget_run()
+
+
+class Run:
+    """A process that trains. Its model counts how often it was trained on each sample."""
+
+    def __init__(self, accumulation, resume_from=None):
+        forget_run()
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+        model = torch.nn.Embedding(sum(COUNTS), 1)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.loader, self.held_out = self.load(COUNTS), self.load((6, 3, 3))
+        if resume_from:
+            self.accelerator.load_state(resume_from)
+
+    def load(self, counts):
+        options = {"shapes": mixed_index(counts), "collate_fn": collate_numbers, "batch_sizes": {"1x4x6": 3}}
+        return BucketDataLoader(NumberedRows(sum(counts)), CountedConfig(), accelerator=self.accelerator, **options)
+
+    def train(self, style="accumulate", odd=()):
+        """The loop over an epoch, as a generator that says where it is: micro-batch and place."""
+        for number, batch in enumerate(self.loader):
+            yield number, "with a batch"
+            if style == "passes over" and number in odd:
+                continue
+            if style in ("plain", "gradients dropped first"):
+                yield from self.micro_step(number, batch, style, odd)
+            else:
+                with self.accelerator.accumulate(self.model):
+                    yield from self.micro_step(number, batch, style, odd)
+            yield number, "after the micro-step"
+            for _ in itertools.islice(self.held_out, 2):
+                yield number, "in validation"
+
+    def micro_step(self, number, batch, style, odd):
+        yield number, "before forward"
+        if style == "gradients dropped first":
+            self.optimizer.zero_grad()
+        counts = -self.model(batch["number"]).sum() * (batch["loss_weight"] > 0)
+        self.accelerator.backward(counts * self.accelerator.gradient_accumulation_steps)  # which divides by it
+        yield number, "before the update"
+        if not (style == "updates left out" and number in odd):
+            self.optimizer.step()
+        yield number, "after the update"
+        if style != "gradients dropped first":
+            self.optimizer.zero_grad()
+        yield number, "without gradients"
+
+    def times_trained(self):
+        return self.model.weight.detach().round().long().flatten().tolist()
+
+
+def finish(accumulation, checkpoint):
+    """Another process goes on with what is left of the epoch."""
+    run = Run(accumulation, str(checkpoint))
+    if run.loader.epoch == 0:
+        list(run.train())
+    assert run.loader.epoch == 1 and run.loader.global_step == run.loader.global_step_after(1)
+    return run.times_trained()
+
+
+STYLES = [
+    *((1, "accumulate"), (2, "accumulate"), (3, "accumulate")),
+    *((1, "plain"), (1, "gradients dropped first")),
+]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("accumulation", "style"), STYLES)
+def test_a_checkpoint_of_any_place_goes_on_with_what_is_not_in_the_model(tmp_path, accumulation, style, place):
+    run = Run(accumulation)
+    last = len(run.loader) - 1
+    saved = [0, 2, 3, last - 1, last]
+    for number, reached in run.train(style):
+        if number in saved and reached == place:
+            run.accelerator.save_state(str(tmp_path / str(number)))
+    assert run.times_trained() == [1] * sum(COUNTS)
+    for number in saved:
+        assert finish(accumulation, tmp_path / str(number)) == [1] * sum(COUNTS), number
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("accumulation", "style"), STYLES)
+def test_a_checkpoint_after_a_loop_that_was_left_goes_on_with_what_is_not_in_the_model(
+    tmp_path, accumulation, style, place
+):
+    for number in (0, len(Run(accumulation).loader) - 1):
+        run = Run(accumulation)
+        loop = run.train(style)
+        assert (number, place) in loop  # reads up to there
+        loop.close()
+        run.accelerator.save_state(str(tmp_path / str(number)))
+        assert finish(accumulation, tmp_path / str(number)) == [1] * sum(COUNTS), number
+
+
+@pytest.mark.parametrize("style", ["updates left out", "passes over"])
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
+def test_what_a_loop_leaves_out_moves_nothing_else(tmp_path, accumulation, style):
+    """An update, for its gradient is not finite, or a whole micro-batch."""
+    run = Run(accumulation)
+    schedule, odd = run.loader.schedule, (2, 3, 5)
+    steps = [range(number // accumulation * accumulation, number + 1) for number in odd]
+    batches = odd if style == "passes over" else [batch for step in steps for batch in step]
+    may_be_missing = {sample for batch in batches for sample in schedule.micro_batch(batch, 0)}
+    saved = []
+    for number, place in run.train(style, odd):
+        if place in ("with a batch", "after the micro-step"):
+            saved.append((tmp_path / f"{number} {place}", run.times_trained()))
+            run.accelerator.save_state(str(saved[-1][0]))
+    for checkpoint, trained in [*saved, (None, run.times_trained())]:
+        found = run.times_trained() if checkpoint is None else finish(accumulation, checkpoint)
+        assert all(before <= after <= 1 for before, after in zip(trained, found)), checkpoint
+        assert {sample for sample, times in enumerate(found) if not times} <= may_be_missing, checkpoint
+
+
+def test_a_loop_that_trains_nothing_goes_on_after_what_it_was_handed():
+    forget_run()
+    accelerator = Accelerator(cpu=True)
+    options = {"shapes": mixed_index(COUNTS), "collate_fn": collate_numbers, "accelerator": accelerator}
+    loader, again = (BucketDataLoader(NumberedRows(sum(COUNTS)), CountedConfig(), **options) for _ in range(2))
+    seen = [next(iter(loader))["number"].tolist() for _ in range(3)]
+    again.load_state_dict(loader.state_dict())
+    seen += [batch["number"].tolist() for batch in again]
+    assert sorted(itertools.chain(*seen)) == list(range(sum(COUNTS)))
+
+
+def test_one_batch_at_a_time_is_trained_on_outside_of_a_loop(tmp_path):
+    run = Run(accumulation=1)
+    for number in range(4):
+        batch = next(iter(run.loader))
+        with run.accelerator.accumulate(run.model):
+            list(run.micro_step(number, batch, "accumulate", ()))
+    run.accelerator.save_state(str(tmp_path))
+    assert finish(1, tmp_path) == [1] * sum(COUNTS)
