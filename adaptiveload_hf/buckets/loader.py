@@ -102,7 +102,7 @@ class BucketDataLoader(DataLoaderStateMixin):
             pin_memory=accelerator.device.type == "cuda",
             generator=self._generator,
         )
-        self._visit, self._trains = 0, False
+        self._visit, self._trains, self._resumed_epoch = 0, False, 0
         self._begin_epoch(0, (), global_step=0)
         self._compare_ranks()
         self._registered = register(accelerator, self)
@@ -139,11 +139,20 @@ class BucketDataLoader(DataLoaderStateMixin):
         )
 
     def __len__(self) -> int:
-        """Micro-steps in `schedule`."""
-        return self.schedule.num_micro_steps
+        """Micro-steps of the current or next loop: after a resume or a break those left of the epoch."""
+        return len(self._batches)
 
     def set_epoch(self, epoch: int) -> None:
-        """Goes to the beginning of another epoch; the current one (which may have been resumed) is left as it is."""
+        """Goes to the beginning of another epoch; the current one (which may have been resumed) is left as it is.
+
+        Raises:
+            UserError: an epoch before the one in which a training checkpoint was saved.
+        """
+        if epoch in range(self._resumed_epoch):
+            raise UserError(
+                f"The checkpoint was saved in epoch {self._resumed_epoch}, and set_epoch({epoch}) would train again "
+                "what came before. Begin with that epoch: `for epoch in range(loader.epoch, epochs)`."
+            )
         if epoch != self.epoch:
             self._begin_epoch(epoch, (), self.global_step)
 
@@ -178,6 +187,7 @@ class BucketDataLoader(DataLoaderStateMixin):
             if self.gradient_state.in_dataloader and not beside and self.accelerator.step == first:
                 self.accelerator.step = count
             if visit == self._visit:
+                self._batches.first_micro_step = self._position
                 # Also where the loop is left by a break after the last batch, but not before that was trained on.
                 self._leave_finished_epoch(self._trained_to() if left else self._position)
 
@@ -239,7 +249,7 @@ class BucketDataLoader(DataLoaderStateMixin):
     def _begin_epoch(self, epoch: int, segments: Sequence[dict], global_step: int) -> None:
         self._visit += 1
         self._sampler.set_epoch(epoch, segments)
-        self._position = self._trained = self.schedule.first_micro_step
+        self._position = self._trained = self._batches.first_micro_step = self.schedule.first_micro_step
         # A last segment that goes on is written anew, longer, by state_dict.
         self._earlier_segments = tuple(segments[:-1] if self._position else segments)
         self._steps_before = global_step - self._position // self.schedule.gradient_accumulation_steps
@@ -304,6 +314,7 @@ class BucketDataLoader(DataLoaderStateMixin):
         elif state["seed"] != self.seed:
             raise UserError(f"The checkpoint's order has seed {state['seed']}, but found {self.seed}. Use that seed.")
         self._trains = state.get("trains", False)
+        self._resumed_epoch = epoch if self._trains else 0
         self._begin_epoch(epoch, segments, state["global_step"])
 
     def _compare_ranks(self) -> None:

@@ -146,6 +146,19 @@ def test_an_equal_set_epoch_after_a_resume_keeps_the_position():
     assert train(resumed, 5) == train(loader, 5)
 
 
+def test_the_length_is_the_number_of_batches_of_the_next_or_current_loop():
+    loader, whole = make(), len(make())
+    for number, _ in enumerate(loader):
+        assert len(loader) == whole
+        if number == 5:
+            break
+    assert len(loader) == whole - 6
+    resumed = make()
+    resumed.load_state_dict(loader.state_dict())
+    assert [len(resumed) for _ in resumed] == [whole - 6] * (whole - 6)
+    assert len(resumed) == len(resumed.schedule.bucket) == whole
+
+
 def test_accelerates_own_checkpoints_carry_the_loader_and_the_noise(tmp_path):
     def noisy(loader, update_steps):
         return [(numbers, torch.rand(2).tolist()) for step in range(update_steps) for numbers, *_ in train(loader, 1)]

@@ -9,6 +9,7 @@ from support.accelerators import forget_run
 from support.bucketed import CountedConfig, NumberedRows, collate_numbers, mixed_index
 
 from adaptiveload_hf.buckets.loader import BucketDataLoader
+from adaptiveload_hf.errors import UserError
 
 COUNTS = (13, 7, 4, 1)
 PLACES = (
@@ -156,3 +157,19 @@ def test_one_batch_at_a_time_is_trained_on_outside_of_a_loop(tmp_path):
             list(run.micro_step(number, batch, "accumulate", ()))
     run.accelerator.save_state(str(tmp_path))
     assert finish(1, tmp_path) == [1] * sum(COUNTS)
+
+
+def test_after_a_resume_the_epochs_before_are_not_trained_again_but_validation_may_repeat_one(tmp_path):
+    run = Run(accumulation=1)
+    for _ in range(2):
+        list(run.train())
+        list(run.held_out)
+    run.accelerator.save_state(str(tmp_path))
+    again = Run(1, str(tmp_path))
+    for epoch in range(2):
+        with pytest.raises(UserError, match=rf"in epoch 2, and set_epoch\({epoch}\) would .* range\(loader\.epoch"):
+            again.loader.set_epoch(epoch)
+        again.held_out.set_epoch(epoch)
+    for epoch in (2, 4, 3):
+        again.loader.set_epoch(epoch)
+        assert again.loader.epoch == epoch
