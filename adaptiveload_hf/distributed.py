@@ -50,15 +50,15 @@ def make_accelerator(
         The accelerator. Under FSDP, `accelerator.is_fsdp2` is true.
 
     Raises:
-        UserError: K is no number; DeepSpeed or Megatron-LM is asked for; FSDP is asked for but not active, or is
-            FSDP1; the launcher started another number of processes than the accelerator joins, or more than there are
-            GPUs; or accelerate would split or dispatch batches.
+        UserError: K is no number; an option is given that is set here; DeepSpeed or Megatron-LM is asked for; FSDP
+            is asked for but not active, or is FSDP1; the launcher started another number of processes than the
+            accelerator joins, or more than there are GPUs; or accelerate would split or dispatch batches.
     """
     if not isinstance(gradient_accumulation_steps, int) or gradient_accumulation_steps < 1:
         raise UserError(
             f"gradient_accumulation_steps is a whole number from 1 on, but found {gradient_accumulation_steps!r}."
         )
-    _check_batch_options(kwargs)
+    _check_options(kwargs)
     _check_engine()
     _check_gpus(kwargs)
     fsdp_asked = parse_flag_from_env("ACCELERATE_USE_FSDP") or kwargs.get("fsdp_plugin") is not None
@@ -165,8 +165,14 @@ def _exact_input_policy(precision: str) -> MixedPrecisionPolicy | None:
     )
 
 
-def _check_batch_options(kwargs: dict) -> None:
-    """Refuses the DataLoader options under which accelerate cuts or re-deals micro-batches."""
+def _check_options(kwargs: dict) -> None:
+    """Refuses what is set here, and the DataLoader options under which accelerate cuts or re-deals micro-batches."""
+    for name in ("gradient_accumulation_plugin", "step_scheduler_with_optimizer"):
+        if name in kwargs:
+            raise UserError(
+                f"make_accelerator sets {name} itself, but it is given: K is gradient_accumulation_steps, and the "
+                f"loop steps the learning-rate schedule, once an optimizer step. Leave {name} out."
+            )
     options = kwargs.get("dataloader_config")
     for name in ("split_batches", "dispatch_batches"):
         if getattr(options, name, None) or kwargs.get(name):

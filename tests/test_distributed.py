@@ -12,7 +12,7 @@ import yaml
 from accelerate import Accelerator
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin
+from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
 from support.accelerators import fresh_accelerate
 from support.launch import ROOT, launch, run
@@ -81,6 +81,19 @@ def test_an_accumulation_that_is_no_number_of_micro_steps_is_refused(steps):
 def test_options_that_would_cut_or_send_micro_batches_are_refused(name):
     with pytest.raises(UserError, match=f"need {name}=False, but it is True"):
         make_accelerator(dataloader_config=DataLoaderConfiguration(**{name: True}))
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=2)},
+        {"step_scheduler_with_optimizer": False},
+    ],
+)
+def test_options_that_are_set_already_are_refused_by_name(option):
+    (name,) = option
+    with pytest.raises(UserError, match=f"sets {name} itself, but it is given: .* Leave {name} out"):
+        make_accelerator(**option)
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch):
