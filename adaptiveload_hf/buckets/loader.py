@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,6 +15,7 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 from typing_extensions import Unpack
 
+from ..distributed import strategy_of
 from ..errors import UserError
 from .collate import BatchReader, Failure, check_workers, collate_prepared, keep
 from .plan import BucketPlan, PlanOptions
@@ -22,6 +24,9 @@ from .sampler import BucketBatchSampler
 from .schedule import EpochSchedule
 from .shapes import BucketIndex, check_index, dataset_fingerprint, leave_out_absent, read_shapes, shape_counts
 from .state import call_after_updates, check_whole, read_state, register, sealed
+
+# Words of those findings of a plan that a training should not begin without; the others are for who prints the plan.
+_RISKS = ("Over the memory limit", "No memory model or limit", "these may not", "seconds will differ")
 
 
 class BucketDataLoader(DataLoaderStateMixin):
@@ -86,6 +91,9 @@ class BucketDataLoader(DataLoaderStateMixin):
         accumulation = accelerator.gradient_accumulation_steps
         run = {"world_size": world_size, "gradient_accumulation_steps": accumulation}
         self.plan: BucketPlan = config.plan(shape_counts(index, repeats), **run, balance=balance, **plan_options)
+        if accelerator.is_main_process:
+            for risk in _risks(self.plan, config, accelerator):
+                warnings.warn(risk, stacklevel=2)
         self.cost_model = cost = config.cost_model
         order = {"balance": balance, "loss_normalization": loss_normalization, "repeats": repeats}
         self._sampler = BucketBatchSampler(index.bucket_of_sample, self.plan, cost, **run, seed=seed, **order)
@@ -334,3 +342,15 @@ class BucketDataLoader(DataLoaderStateMixin):
             "order": schedule.digest,
         }
         compare_ranks(mine)
+
+
+def _risks(plan: BucketPlan, config: Any, accelerator: Accelerator) -> list[str]:
+    """What the run may fail by, or differ in from what was measured."""
+    found = [finding for finding in plan.findings if any(words in finding for words in _RISKS)]
+    measured, here = getattr(config, "environment", {}).get("strategy"), strategy_of(accelerator)
+    if measured not in (None, here):
+        found.append(
+            f"The bucket config was measured under {measured}, but this run is {here}, where memory and seconds will "
+            "differ. Measure as you train, or give memory_limit_gib or batch_sizes that are known to fit."
+        )
+    return found

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.state import GradientState
+from accelerate.utils import DistributedType
 from support.accelerators import forget_run
 from support.bucketed import COST, CountedConfig, NumberedRows, collate_numbers, fixed_plan, mixed_index
 
@@ -29,6 +30,8 @@ def make_rank(rank, world_size, accumulation, **options):
     """The loader of one rank. All ranks live in this process: of its accelerator a loader asks but a few values."""
     accelerator = types.SimpleNamespace(
         process_index=rank,
+        is_main_process=rank == 0,
+        distributed_type=DistributedType.NO,
         num_processes=world_size,
         parallelism_config=None,
         gradient_accumulation_steps=accumulation,

@@ -1,0 +1,65 @@
+"""What a loader says on the main process before training begins with a plan that may fail."""
+
+import warnings
+
+import pytest
+from accelerate import Accelerator
+from support.accelerators import fresh_accelerate
+from support.bucketed import NumberedRows
+from support.measured import BATCH_SIZES, ENVIRONMENT, fit_config, make_config, measure
+
+import adaptiveload_hf.environment
+from adaptiveload_hf import BucketConfig, BucketDataLoader, index_shapes
+
+SIZES = [[1, 60, 104]] * 20 + [[21, 60, 104]] * 5
+HERE = {**ENVIRONMENT, "strategy": "single"}
+
+
+@pytest.fixture
+def said():
+    def said(config, **options):
+        with fresh_accelerate(), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            BucketDataLoader(
+                NumberedRows(25), config, accelerator=Accelerator(cpu=True), shapes=index_shapes(SIZES), **options
+            )
+        return [str(each.message) for each in caught if each.filename == __file__]
+
+    return said
+
+
+def counted(**options):
+    import diffusers
+
+    model = diffusers.WanTransformer3DModel(num_layers=1, num_attention_heads=2, attention_head_dim=12, ffn_dim=32)
+    return BucketConfig.from_flops(model, **options)
+
+
+def test_a_plan_that_fits_where_it_was_measured_is_used_without_a_word(said):
+    assert said(make_config(HERE)) == []
+    assert said(counted(batch_sizes=dict.fromkeys(BATCH_SIZES, 1))) == []
+
+
+def test_batch_sizes_over_the_memory_limit_are_said(said):
+    over = {"batch_sizes": {"21x60x104": 500}}
+    assert said(make_config(HERE), **over) == ["Over the memory limit: 21x60x104."]
+    (unknown,) = said(fit_config(measure(memory=False), environment={}), **over)
+    assert unknown.endswith("tokens, and these may not: 21x60x104.")
+
+
+def test_a_plan_that_nothing_limits_is_said(said):
+    assert said(counted()) == ["No memory model or limit: nothing keeps a micro-batch from running out of memory."]
+
+
+def test_another_strategy_or_gpu_than_the_measured_is_said(said, monkeypatch):
+    (strategy,) = said(make_config())
+    assert strategy.startswith("The bucket config was measured under fsdp2, but this run is single, where memory")
+    here = {"gpu": "NVIDIA L40S", "gpu_memory_gib": 139.81}
+    monkeypatch.setattr(adaptiveload_hf.environment, "current_environment", lambda: here)
+    (gpu,) = said(make_config(HERE))
+    assert gpu == "Measured on NVIDIA H200, but here is NVIDIA L40S: seconds will differ. Measure again here."
+
+
+def test_other_ranks_than_the_main_process_say_nothing(said, monkeypatch):
+    monkeypatch.setattr(Accelerator, "is_main_process", False)
+    assert said(make_config()) == []
