@@ -18,8 +18,8 @@ class BucketBatchSampler:
 
     It knows no rank, and has no `batch_size`, because accelerate would drop every batch of another size. Its length is
     a multiple of W*K. `accelerator.prepare(DataLoader(dataset, batch_sampler=sampler))` shards it correctly, but its
-    batches carry no loss weight. So only loss_normalization="none" works there, or loss_weights="caller", which says
-    that the loop multiplies each loss by `loss_weight(micro_step, rank)` itself.
+    batches carry no loss weight. So only loss_normalization="none" works there, or caller_weights_loss=True, which
+    says that the loop multiplies each loss by `loss_weight(micro_step, rank)` itself.
 
     Args: those of `schedule_epoch`.
     """
@@ -36,10 +36,8 @@ class BucketBatchSampler:
         balance: str = "auto",
         loss_normalization: str = "token",
         repeats: np.ndarray | None = None,
-        loss_weights: str | None = None,
+        caller_weights_loss: bool = False,
     ):
-        if loss_weights not in (None, "caller"):
-            raise UserError(f"loss_weights is None or 'caller', but found {loss_weights!r}.")
         self._data = (bucket_of_sample, plan, cost)
         self._run = {
             "world_size": world_size,
@@ -48,7 +46,7 @@ class BucketBatchSampler:
             "repeats": repeats,
         }
         self._order = {"balance": balance, "loss_normalization": loss_normalization}
-        self._loss_weights = loss_weights
+        self._caller_weights_loss = caller_weights_loss
         self.epoch, self._segments, self._schedule = 0, (), None
 
     @property
@@ -95,11 +93,11 @@ class BucketBatchSampler:
         return len(self.schedule.bucket)
 
     def __iter__(self) -> Iterator[list[int]]:
-        if self.loss_normalization != "none" and self._loss_weights is None:
+        if self.loss_normalization != "none" and not self._caller_weights_loss:
             raise UserError(
                 "Batches of a plain DataLoader carry no loss weight, which loss_normalization="
                 f"{self.loss_normalization!r} needs. Use BucketDataLoader; or loss_normalization='none'; or "
-                "loss_weights='caller', and multiply each loss with sampler.loss_weight(micro_step, rank) yourself."
+                "caller_weights_loss=True, and multiply each loss with sampler.loss_weight(micro_step, rank) yourself."
             )
         schedule = self.schedule
         check_run(schedule)

@@ -350,11 +350,9 @@ def sampler(**options):
 def test_a_plain_dataloader_refuses_to_lose_the_loss_weights():
     with pytest.raises(UserError, match=r"carry no loss weight, which loss_normalization='token' needs"):
         next(iter(DataLoader(NumberedRows(sum(COUNTS)), batch_sampler=sampler())))
-    with pytest.raises(UserError, match="loss_weights is None or 'caller'"):
-        sampler(loss_weights="mine")
 
 
-@pytest.mark.parametrize("options", [{"loss_weights": "caller"}, {"loss_normalization": "none"}])
+@pytest.mark.parametrize("options", [{"caller_weights_loss": True}, {"loss_normalization": "none"}])
 def test_a_plain_dataloader_gets_every_micro_batch_in_schedule_order(options):
     batches = sampler(**options)
     assert not hasattr(batches, "batch_size") and batches.sampler is batches
