@@ -32,6 +32,15 @@ def mean_loss(model, batch: dict, dtype: torch.dtype) -> torch.Tensor:
     return (predicted.float() - (noise - latent)).square().mean()
 
 
+def save(accelerator, output_dir: str, step: int) -> None:
+    """Under another name until it is whole, so that a run that is killed meanwhile goes on from the one before."""
+    partial = Path(output_dir, f"partial-{step}")
+    accelerator.save_state(str(partial))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        partial.rename(Path(output_dir, f"checkpoint-{step}"))
+
+
 def main():
     pipeline, dataset, bucket_config, output_dir, steps = sys.argv[1:]
     accelerator = make_accelerator(gradient_accumulation_steps=2)
@@ -58,7 +67,7 @@ def main():
                 scheduler.step()
                 accelerator.print(f"step {loader.global_step}: {batch['bucket']} on rank 0, loss {loss.item():.6f}")
                 if loader.global_step % 500 == 0 or loader.global_step == int(steps):
-                    accelerator.save_state(f"{output_dir}/checkpoint-{loader.global_step}")
+                    save(accelerator, output_dir, loader.global_step)
                 if loader.global_step == int(steps):
                     break
 
