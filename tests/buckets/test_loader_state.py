@@ -257,6 +257,28 @@ def test_under_another_accumulation_plan_or_balance_the_rest_of_the_epoch_follow
     assert (resumed.epoch, resumed.global_step) == (1, 4 + len(rest) // resumed.schedule.gradient_accumulation_steps)
 
 
+def test_under_auto_an_epoch_ends_in_the_order_it_was_begun_in():
+    sizes = {"batch_sizes": {"1x4x6": 4, "2x4x8": 2, "3x4x10": 1, "5x4x14": 1}, "policy": "fixed"}
+    loader = make(balance="none", **sizes)
+    train(loader, 2)
+    resumed = make(balance="auto", **sizes)
+    chosen = resumed.schedule.balance
+    resumed.load_state_dict(loader.state_dict())
+    assert resumed.schedule.digest == loader.schedule.digest and resumed.schedule.balance == "none" != chosen
+    resumed.set_epoch(1)
+    assert resumed.schedule.balance == chosen
+
+
+def test_another_loss_normalization_gives_the_same_batches_new_weights():
+    loader = make()
+    train(loader, 2)
+    resumed, samples = make(loss_normalization="sample"), make(loss_normalization="sample")
+    resumed.load_state_dict(loader.state_dict())
+    assert resumed.schedule.digest == loader.schedule.digest
+    assert (resumed.schedule.loss_weight == samples.schedule.loss_weight).all()
+    assert (resumed.schedule.loss_weight != loader.schedule.loss_weight).any()
+
+
 def test_after_a_resume_accelerate_counts_from_an_optimizer_step_boundary(tmp_path):
     loader = make(accumulation=3)
     model = torch.nn.Linear(1, 1)
