@@ -1,12 +1,14 @@
 """A loop may save or be left at any place: after a resume no sample is lost, and none is trained on twice."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
 from support.accelerators import forget_run
 from support.bucketed import CountedConfig, NumberedRows, collate_numbers, mixed_index
+from support.worlds import on_ranks
 
 from adaptiveload_hf.buckets.loader import BucketDataLoader
 from adaptiveload_hf.errors import UserError
@@ -62,7 +64,10 @@ class Run:
         if style == "gradients dropped first":
             self.optimizer.zero_grad()
         counts = -self.model(batch["number"]).sum() * (batch["loss_weight"] > 0)
-        self.accelerator.backward(counts * self.accelerator.gradient_accumulation_steps)  # which divides by it
+        # Backward divides by K, and DDP by the ranks.
+        self.accelerator.backward(
+            counts * self.accelerator.gradient_accumulation_steps * self.accelerator.num_processes
+        )
         yield number, "before the update"
         if not (style == "updates left out" and number in odd):
             self.optimizer.step()
@@ -72,7 +77,7 @@ class Run:
         yield number, "without gradients"
 
     def times_trained(self):
-        return self.model.weight.detach().round().long().flatten().tolist()
+        return self.accelerator.unwrap_model(self.model).weight.detach().round().long().flatten().tolist()
 
 
 def finish(accumulation, checkpoint):
@@ -136,6 +141,25 @@ def test_what_a_loop_leaves_out_moves_nothing_else(tmp_path, accumulation, style
         found = run.times_trained() if checkpoint is None else finish(accumulation, checkpoint)
         assert all(before <= after <= 1 for before, after in zip(trained, found)), checkpoint
         assert {sample for sample, times in enumerate(found) if not times} <= may_be_missing, checkpoint
+
+
+def train_rank(folder):
+    """An epoch on this rank, with a checkpoint at each place of the two micro-steps of an optimizer step."""
+    run = Run(accumulation=2)
+    for number, place in run.train():
+        if number in (2, 3):
+            run.accelerator.save_state(str(Path(folder, f"{number} {place}")))
+    return run.times_trained()
+
+
+def finish_rank(folder):
+    return [finish(3, checkpoint) for checkpoint in sorted(Path(folder).iterdir())]
+
+
+def test_two_ranks_save_anywhere_and_three_go_on(tmp_path):
+    assert on_ranks(2, train_rank, str(tmp_path)) == [[1] * sum(COUNTS)] * 2
+    for rank in on_ranks(3, finish_rank, str(tmp_path)):
+        assert rank == [[1] * sum(COUNTS)] * 2 * len(PLACES)
 
 
 def test_a_loop_that_trains_nothing_goes_on_after_what_it_was_handed():
