@@ -109,8 +109,9 @@ def run_micro_step(accelerator: Accelerator, model, optimizer, scheduler, losses
             # In torch 2.9 float() of a sharded norm is this rank's part of it.
             grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         # With float16 the scaler itself leaves such a step out, and must be told, to scale less.
-        if grad_norm is None or math.isfinite(grad_norm) or accelerator.scaler is not None:
-            optimizer.step()
+        if grad_norm is not None and not math.isfinite(grad_norm) and accelerator.scaler is None:
+            optimizer.zero_grad()
+        optimizer.step()  # without gradients it changes nothing, but is made: a checkpoint's loader goes on after it
         if accelerator.sync_gradients:
             scheduler.step()
         optimizer.zero_grad()

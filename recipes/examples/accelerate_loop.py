@@ -5,6 +5,7 @@ accelerate launch --config_file accelerate_configs/fsdp2.yaml recipes/examples/a
 The same command with more steps goes on from the last checkpoint, also on another number of GPUs.
 """
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -38,7 +39,9 @@ def save(accelerator, output_dir: str, step: int) -> None:
     accelerator.save_state(str(partial))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        partial.rename(Path(output_dir, f"checkpoint-{step}"))
+        whole = Path(output_dir, f"checkpoint-{step}")
+        shutil.rmtree(whole, ignore_errors=True)  # there if its step was left out, and was made after a resume
+        partial.rename(whole)
 
 
 def main():

@@ -100,4 +100,4 @@ def test_a_cache_of_musubi_tuner_is_dealt_without_measuring(run, setup, tmp_path
 def test_every_example_has_a_test():
     text = Path(__file__).read_text(encoding="utf-8")
     assert ALL and all(f'"{name}"' in text for name in ALL)
-    assert len((EXAMPLES / "accelerate_loop.py").read_text(encoding="utf-8").splitlines()) <= 76
+    assert len((EXAMPLES / "accelerate_loop.py").read_text(encoding="utf-8").splitlines()) <= 79

@@ -18,7 +18,7 @@ from stopping import resume_command
 from support.launch import ROOT
 from support.prepared import save_config, save_prepared
 from support.recipe_arguments import parse
-from support.train_ranks import COUNTS, train_here
+from support.train_ranks import COUNTS, timeless, train_here
 
 from adaptiveload_hf import UserError
 from adaptiveload_hf.buckets.sources import load_prepared
@@ -168,6 +168,25 @@ def test_a_step_whose_loss_is_nan_is_skipped_counted_and_its_samples_are_named(s
     assert "step 2 is skipped (1 so far): the loss is not finite in micro-batches with the samples " in said
     named = said[said.index("with the samples ") :].splitlines()[0]
     assert named.count(".mp4)") == metrics[1]["micro_batches"][1][0]["batch_size"]
+
+
+@pytest.mark.parametrize("first_steps", [2, 3], ids=["last step", "step within"])
+def test_a_run_goes_on_after_a_skipped_step_as_if_it_had_not_stopped(setup, tmp_path, monkeypatch, first_steps):
+    nan_in_steps(monkeypatch, 4)
+    options = {"checkpointing_steps": 1, "learning_rate": 0.01}
+    warmup = ("--lr_scheduler", "constant_with_warmup", "--lr_warmup_steps", 4)
+    straight = train_here(setup, tmp_path / "straight", *warmup, max_train_steps=4, **options)
+    monkeypatch.undo()
+    nan_in_steps(monkeypatch, 4)
+    train_here(setup, tmp_path / "run", *warmup, max_train_steps=first_steps, **options)
+    for path in (tmp_path / "run").glob("checkpoint-3"):
+        shutil.rmtree(path)
+    monkeypatch.undo()
+    latest = ("--resume_from_checkpoint", "latest")
+    resumed = train_here(setup, tmp_path / "run", *warmup, *latest, max_train_steps=4, **options)
+    for line in (*straight, *resumed):
+        line.pop("skipped_steps")  # a resumed run counts anew
+    assert timeless(resumed) == timeless(straight)
 
 
 def test_a_run_ends_at_the_last_step_it_may_skip(setup, tmp_path, monkeypatch):
