@@ -15,6 +15,10 @@ _HARM = 0.01
 _NEAR = 0.05
 
 
+class Risk(str):
+    """A finding that nobody should train without having read, so that a loader says it."""
+
+
 def plan_findings(
     work: Workload,
     policy: str,
@@ -46,12 +50,12 @@ def plan_findings(
 
 def _memory_finding(work: Workload, sizes: np.ndarray, unlimited: str | None) -> str | None:
     if work.m_mem_tokens is None:
-        return "No memory model or limit: nothing keeps a micro-batch from running out of memory."
+        return Risk("No memory model or limit: nothing keeps a micro-batch from running out of memory.")
     over = ", ".join(str(shape) for shape, more in zip(work.shapes, sizes * work.tokens > work.m_mem_tokens) if more)
     if unlimited is None:
-        return over and f"Over the memory limit: {over}."
+        return over and Risk(f"Over the memory limit: {over}.")
     if over:
-        return f"{unlimited}: known to fit are {work.m_mem_tokens} tokens, and these may not: {over}."
+        return Risk(f"{unlimited}: known to fit are {work.m_mem_tokens} tokens, and these may not: {over}.")
     return f"{unlimited}: micro-batches stay within {work.m_mem_tokens} tokens, known to fit."
 
 

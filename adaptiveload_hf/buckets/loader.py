@@ -16,17 +16,16 @@ from torch.utils.data import DataLoader
 from typing_extensions import Unpack
 
 from ..distributed import strategy_of
+from ..environment import differences
 from ..errors import UserError
 from .collate import BatchReader, Failure, check_workers, collate_prepared, keep
+from .findings import Risk
 from .plan import BucketPlan, PlanOptions
 from .ranks import check_arguments, check_run, check_scheduler, compare_ranks, data_rank_and_size
 from .sampler import BucketBatchSampler
 from .schedule import EpochSchedule
 from .shapes import BucketIndex, check_index, dataset_fingerprint, leave_out_absent, read_shapes, shape_counts
 from .state import call_after_updates, check_whole, read_state, register, sealed
-
-# Words of those findings of a plan that a training should not begin without; the others are for who prints the plan.
-_RISKS = ("Over the memory limit", "No memory model or limit", "these may not", "seconds will differ")
 
 
 class BucketDataLoader(DataLoaderStateMixin):
@@ -346,11 +345,13 @@ class BucketDataLoader(DataLoaderStateMixin):
 
 def _risks(plan: BucketPlan, config: Any, accelerator: Accelerator) -> list[str]:
     """What the run may fail by, or differ in from what was measured."""
-    found = [finding for finding in plan.findings if any(words in finding for words in _RISKS)]
-    measured, here = getattr(config, "environment", {}).get("strategy"), strategy_of(accelerator)
-    if measured not in (None, here):
+    here = {"strategy": strategy_of(accelerator)}
+    if accelerator.device.type == "cuda":
+        here["gpu"] = torch.cuda.get_device_name(accelerator.device)
+    found = [risk for risk in plan.findings if isinstance(risk, Risk)]
+    if different := differences(getattr(config, "environment", {}), here):
         found.append(
-            f"The bucket config was measured under {measured}, but this run is {here}, where memory and seconds will "
-            "differ. Measure as you train, or give memory_limit_gib or batch_sizes that are known to fit."
+            f"The bucket config is of another set-up, where seconds and memory differ: {'; '.join(different)}. "
+            "Measure as you train, or give memory_limit_gib or batch_sizes that are known to fit."
         )
     return found

@@ -106,7 +106,7 @@ class BucketPlan:
     def to_dict(self) -> dict:
         """Plain values, for JSON."""
         buckets = [{**asdict(bucket), "shape": str(bucket.shape)} for bucket in self.buckets]
-        return {**asdict(self), "buckets": buckets, "findings": list(self.findings)}
+        return {**asdict(self), "buckets": buckets, "findings": [*map(str, self.findings)]}
 
     @classmethod
     def from_dict(cls, saved: dict) -> BucketPlan:
