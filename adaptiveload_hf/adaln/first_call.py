@@ -27,6 +27,17 @@ class Verdict(Enum):
     TRUSTED = "not compared, as asked"
     EQUAL = "first call was equal"
     DIFFERS = "first call differed"
+    UNKNOWN = "first call could not be compared"
+
+
+LEFT_ALONE = (Verdict.DIFFERS, Verdict.UNKNOWN)  # the original runs
+_FINDINGS = {
+    Verdict.DIFFERS: "differs from the original, which runs instead. Please report this class.",
+    Verdict.UNKNOWN: (
+        "could not be compared with the original, which runs instead: the first call gave no finite numbers, or no "
+        "plain tensors. patch_model(model, verify='never') runs it all the same."
+    ),
+}
 
 
 def forward_of(rewritten) -> types.FunctionType:
@@ -41,7 +52,7 @@ def forward_of(rewritten) -> types.FunctionType:
     def forward(self, *args, **kwargs):
         if not rewritten.stands_for(self):
             return type(self).forward(self, *args, **kwargs)
-        if rewritten.verdict in (Verdict.UNCHECKED, Verdict.DIFFERS):
+        if rewritten.verdict in (Verdict.UNCHECKED, *LEFT_ALONE):
             return _run_checked(self, rewritten, args, kwargs)
         return rewritten.function(self, *args, **kwargs)
 
@@ -53,12 +64,8 @@ def _run_checked(module: nn.Module, rewritten, args: tuple, kwargs: dict):
     # A comparison cannot be traced: until one eager call was compared, compiled code is the original.
     if rewritten.verdict is Verdict.UNCHECKED and not torch.compiler.is_compiling():
         rewritten.verdict = _compare(module, rewritten, args, kwargs)
-        if rewritten.verdict is Verdict.DIFFERS:
-            warnings.warn(
-                f"The rewritten forward of {rewritten.name} differs from the original, which runs instead. Please "
-                "report this class.",
-                stacklevel=4,
-            )
+        if found := _FINDINGS.get(rewritten.verdict):
+            warnings.warn(f"The rewritten forward of {rewritten.name} {found}", stacklevel=4)
     if rewritten.verdict is Verdict.EQUAL:
         return rewritten.function(module, *args, **kwargs)
     return rewritten.original(module, *args, **kwargs)
@@ -66,13 +73,21 @@ def _run_checked(module: nn.Module, rewritten, args: tuple, kwargs: dict):
 
 @torch.no_grad()
 def _compare(module: nn.Module, rewritten, args: tuple, kwargs: dict) -> Verdict:
-    """Run both forwards on copies of the inputs, with the same random numbers and the same state."""
+    """Run both forwards on copies of the inputs, with the same random numbers and the same state.
+
+    Both run whatever the first gives, and never again: where a submodule is sharded, ranks wait for each other in each
+    run, and a rank with other numbers must not run more often.
+    """
     original = _run_aside(rewritten.original, module, args, kwargs)
-    if not all(type(t) is Tensor and t.device.type != "meta" and bool(t.isfinite().all()) for t in original):
-        return Verdict.UNCHECKED  # nothing to be learnt from this call
     fused = _run_aside(rewritten.function, module, args, kwargs)
-    same = len(fused) == len(original) and all(map(_close, fused, original))
-    return Verdict.EQUAL if same else Verdict.DIFFERS
+    if any(t.is_meta for t in original):
+        return Verdict.UNCHECKED
+    if not all(type(t) in (Tensor, nn.Parameter) for t in (*original, *fused)):
+        return Verdict.UNKNOWN
+    if len(fused) != len(original) or not all(map(_close, fused, original)):
+        return Verdict.DIFFERS
+    known = any(t.is_floating_point() and bool(t.isfinite().any()) for t in original)
+    return Verdict.EQUAL if known else Verdict.UNKNOWN
 
 
 def _run_aside(forward: Callable, module: nn.Module, args: tuple, kwargs: dict) -> list[Tensor]:
@@ -85,7 +100,8 @@ def _run_aside(forward: Callable, module: nn.Module, args: tuple, kwargs: dict) 
     finally:
         for restore in put_back:
             restore()
-    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]  # of DTensor
 
 
 def _state(module: nn.Module, args: tuple, kwargs: dict) -> Iterator[Callable[[], None]]:
@@ -131,6 +147,11 @@ def _close(fused: Tensor, original: Tensor) -> bool:
     lowered = torch.is_autocast_enabled("cuda") and fused.dtype == torch.get_autocast_dtype("cuda")
     if fused.dtype != original.dtype and not lowered:
         return False
-    dtype = torch.promote_types(fused.dtype, torch.float32)
-    error, size = (torch.linalg.vector_norm(t, dtype=dtype) for t in (fused - original, original))
-    return bool(error <= _TOLERANCES.get(fused.dtype, 1e-6) * size)
+    tolerance = _TOLERANCES.get(fused.dtype, 1e-6)
+    dtype = torch.promote_types(original.dtype, torch.float32)
+    fused, original = fused.to(dtype), original.to(dtype)
+    finite = original.isfinite()
+    if not bool((finite | torch.isclose(fused, original, rtol=0, atol=0, equal_nan=True)).all()):
+        return False
+    error, size = (torch.linalg.vector_norm(t.where(finite, 0)) for t in (fused - original, original))
+    return bool(error <= tolerance * size)

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from ..errors import UserError
-from .first_call import Verdict
+from .first_call import LEFT_ALONE
 from .forwards import RewrittenForward
 
 _SITES = {"modulations": "modulation", "gates": "gate", "norms": "norm", "pairs": "pair"}
@@ -30,7 +30,7 @@ class _Row:
         return sum(
             number * sum(site.kind == kind and not (fused and site.reason) for site in forward.sites)
             for forward, number in instances.items()
-            if not (fused and forward.verdict is Verdict.DIFFERS)
+            if not (fused and forward.verdict in LEFT_ALONE)
         )
 
     @property

@@ -51,6 +51,10 @@ def test_a_model_that_another_process_saved_has_its_patch(found):
     assert found["loaded"] < 1e-5
 
 
+def test_a_first_call_with_a_bad_sample_on_one_rank_ends_on_all(found):
+    assert "first call was equal" in found["one bad"]
+
+
 def test_the_first_call_is_compared_on_shards_and_unpatching_keeps_the_shards(found):
     report, name, ops = found["compared"]
     assert "first call was equal" in report and "differed" not in report

@@ -6,6 +6,7 @@ import pytest
 import torch
 from diffusers.models.normalization import FP32LayerNorm, RMSNorm
 from diffusers.models.transformers.transformer_krea2 import Krea2RMSNorm
+from support.compositions import fused_ops
 from support.odd_norms import DeviceOfNorm
 from torch import nn
 from torch.nn.modules import module as torch_module
@@ -281,14 +282,39 @@ def test_the_comparison_uses_the_same_random_numbers_and_leaves_none_used_up():
     assert "first call was equal" in str(report)
 
 
-def test_a_call_that_shows_nothing_does_not_settle_the_comparison():
-    block = Held()
+class Passing(Inline):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, scale, shift, gate, mask):
+        return self.linear(self.norm(x) * (1 + scale) + shift), mask
+
+
+def test_a_first_call_without_numbers_settles_that_the_original_runs_and_no_later_call_runs_twice():
+    block, arguments = Held(), tensors()
     report = patch_model(block, verify="always")
-    x, *rest = tensors()
-    assert torch.isnan(block(x * torch.nan, *rest)).all()
-    assert "not compared yet" in str(report)
-    block(x, *rest)
+    with pytest.warns(UserWarning, match="could not be compared with the original, which runs instead"):
+        assert torch.isnan(block(arguments[0] * torch.nan, *arguments[1:])).all()
+    assert "first call could not be compared" in str(report)
+    assert report.to_dict()["classes"][0]["modulations_fused"] == 0
+    assert torch.equal(block(*arguments), Held.forward(block, *arguments))
+    block = Held()
+    assert "not compared, as asked" in str(patch_model(block, verify="never"))
+    assert fused_ops(block, *arguments)[1]
+
+
+def test_a_first_call_with_numbers_that_are_not_finite_is_compared_once():
+    block, (x, *rest) = Passing(), tensors()
+    mask = torch.zeros(5, 5).masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), -torch.inf)
+    runs = []
+    block.linear.register_forward_hook(lambda *_: runs.append(1))
+    report = patch_model(block)
+    x[0, 0] = torch.nan  # of one row
+    for _ in range(3):
+        assert torch.equal(block(x, *rest, mask)[1], mask)
     assert "first call was equal" in str(report)
+    assert len(runs) == 3 + 2  # both forwards, once
 
 
 def test_a_tested_source_is_not_compared(monkeypatch):

@@ -1,6 +1,7 @@
 """What each of 2 ranks does in test_composition_distributed.py: train patched and unpatched models that are spread."""
 
 import os
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,8 @@ from .tiny_models import relative_error, tiny_inputs, tiny_model
 
 def train_all(path: str) -> dict:
     """{"row, family, order": what `compare` found}; `path` holds a patched Wan that another process saved."""
-    dist.init_process_group("gloo")
-    found = {"loaded": loaded_error(path), "compared": compared_and_unpatched()}
+    dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+    found = {"loaded": loaded_error(path), "compared": compared_and_unpatched(), "one bad": one_bad_sample()}
     for row, spread in ROWS.items():
         for family in FAMILIES:
             unpatched = one_step(*spread(family, None), family)
@@ -122,6 +123,27 @@ def compared_and_unpatched() -> list:
     one_step(sharded(model), torch.float32, "wan")
     unpatch_model(model)
     return [str(report), type(model).__name__, one_step(model, torch.float32, "wan")[1]]
+
+
+class Untested(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = torch.nn.LayerNorm(8, elementwise_affine=False), torch.nn.Linear(8, 8)
+
+    def forward(self, x, scale, shift):
+        return self.linear(self.norm(x) * (1 + scale) + shift)
+
+
+def one_bad_sample() -> str:
+    """The report after a first call in which the ranks wait for each other and the last one alone has a NaN."""
+    block, x = Untested(), torch.randn(2, 5, 8)
+    fully_shard(block.linear)
+    fully_shard(block)
+    report = patch_model(block)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        x[0] = torch.nan
+    block(x, torch.randn(2, 1, 8), torch.randn(2, 1, 8)).sum().backward()
+    return str(report)
 
 
 def loaded_error(path: str) -> float:
