@@ -321,7 +321,7 @@ def _check_plan(plan, field):
         for name in ("seconds", "gib"):
             if name == "seconds" or bucket[name] is not None:
                 _check_number(bucket[name], f"{inner}.{name}")
-        _check_one_of(bucket["bound_by"], ("memory", "compute", "one", "given"), f"{inner}.bound_by")
+        _check_one_of(bucket["bound_by"], ("memory", "compute", "one", "given", "samples"), f"{inner}.bound_by")
     for name in ("target_seconds", "m_mem_tokens"):
         if plan[name] is not None:
             _check_number(plan[name], f"{field}.{name}")

@@ -11,7 +11,7 @@ from .figures import LIMIT, OTHER, TEXT, USED, WAITING, new_figure, tidy, to_png
 
 MICRO_STEPS = 50
 _MOST_LANES, _MOST_BUCKETS = 16, 30
-BOUND_BY = {"compute": "time", "memory": "memory", "one": "one sample", "given": "given"}
+BOUND_BY = {"compute": "time", "memory": "memory", "one": "one sample", "given": "given", "samples": "its samples"}
 
 
 def buckets_png(plan: BucketPlan, unit: str, memory_limit_gib: float | None) -> bytes:

@@ -60,9 +60,9 @@ def _memory_finding(work: Workload, sizes: np.ndarray, unlimited: str | None) ->
 
 
 def _compute_finding(work: Workload, target: float, samples_per_step: float | None, sizes: np.ndarray) -> list[str]:
-    memory_only = np.where(work.given > 0, work.given, work.memory_batches())
+    memory_only = np.minimum(np.where(work.given > 0, work.given, work.memory_batches()), work.whole_buckets)
     if (memory_only == sizes).all():
-        words = "Inert: the compute limit changes no batch size, memory alone sets them all."
+        words = "Inert: the compute limit changes no batch size, memory or the samples there are set them all."
         return [f"{words} Only balancing evens the load of the ranks."]
     lost = 1 - work.predict_epoch(memory_only)[0] / work.predict_epoch(sizes)[0]
     if lost <= _HARM:

@@ -44,7 +44,9 @@ class Bucket:
     """One shape of a plan: seconds (in the cost model's unit) and gib are predicted for its batch_size; gib is None
     without a memory model.
 
-    bound_by: what set the batch size: memory | compute | one (even one sample is over the compute limit) | given.
+    batch_size: the most samples of a micro-batch, so never more than count.
+    bound_by: what set the batch size: memory | compute | one (even one sample is over the compute limit) | given |
+        samples (the bucket has no more).
     """
 
     shape: LatentShape
@@ -155,7 +157,8 @@ def make_plan(
     """Chooses B of every shape.
 
     dual: max(1, min(floor(M_mem/S), largest B with cost(B, S) <= target)). equal_token: floor(token_budget/S).
-    equal_time: the B whose cost is nearest to the target. fixed: what `batch_sizes` says.
+    equal_time: the B whose cost is nearest to the target. fixed: what `batch_sizes` says. None is larger than its
+    bucket: how the epoch is cut does not change by it, and what the plan says of seconds and GiB can happen.
 
     Args:
         shape_counts: samples of each shape.
@@ -320,7 +323,7 @@ def _target(work: Workload, policy: str, target_seconds: float | str, samples_pe
 def _batch_sizes(
     work: Workload, policy: str, target: float | None, token_budget: int | None
 ) -> tuple[np.ndarray, list[str]]:
-    """B of each bucket as the policy says, and what bound it."""
+    """B of each bucket as the policy says, at most all of its samples, and what bound it."""
     if policy in ("fixed", "equal_token"):
         budget = token_budget or work.least_m_mem_tokens or int(work.tokens.max())
         sizes, bounds = np.maximum(1, budget // work.tokens), ["memory"] * len(work.tokens)
@@ -332,11 +335,13 @@ def _batch_sizes(
         bounds = ["compute" if b else "one" for b in compute]
     else:
         compute = work.batches_within(target)
-        memory = work.memory_batches() if work.m_mem_tokens is not None else compute + 1
-        sizes = work.batches(target)
+        memory = compute + 1 if work.m_mem_tokens is None else work.m_mem_tokens // work.tokens
+        sizes = np.maximum(1, np.minimum(memory, compute))
         bounds = ["one" if c < 1 else "memory" if m <= c else "compute" for m, c in zip(memory, compute)]
+    sizes = np.where(work.given > 0, work.given, sizes)
     bounds = ["given" if given else bound for given, bound in zip(work.given, bounds)]
-    return np.where(work.given > 0, work.given, sizes), bounds
+    bounds = ["samples" if more else bound for more, bound in zip(sizes > work.whole_buckets, bounds)]
+    return np.minimum(sizes, work.whole_buckets), bounds
 
 
 def _given(shapes: tuple[LatentShape, ...], policy: str, given: Mapping) -> np.ndarray:

@@ -17,6 +17,7 @@ from .shapes import LatentShape
 _EXCERPT, _IN_ALL = 1 << 13, 1 << 17
 _IN_STRATA = 1 << 15  # "auto" tries stratified steps in several sizes: slower to lay out, and more alike
 _ORDERS = 64
+_NO_LIMIT = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -46,24 +47,29 @@ class Workload:
         """Seconds of the most expensive single sample: no micro-step with it can be shorter."""
         return float(np.max(self.cost.seconds(1, self.tokens)))
 
+    @property
+    def whole_buckets(self) -> np.ndarray:
+        """All samples of each bucket: no micro-batch of an epoch holds more."""
+        return np.maximum(1, self.counts)
+
     def memory_batches(self) -> np.ndarray:
-        """B of each bucket under the memory limit alone; all of its samples where there is none."""
-        return np.maximum(1, self.counts if self.m_mem_tokens is None else self.m_mem_tokens // self.tokens)
+        """B of each bucket under the memory limit alone, at most all of its samples."""
+        if self.m_mem_tokens is None:
+            return self.whole_buckets
+        return np.minimum(np.maximum(1, self.m_mem_tokens // self.tokens), self.whole_buckets)
 
     def batches_within(self, seconds: float) -> np.ndarray:
         """Largest B of each bucket under the compute limit alone; 0 where one sample is over it."""
         growing = self.cost.seconds_per_sample(self.tokens) > 0
-        # Where steps all take the floor, as those of tiny models, the limit allows the whole bucket.
-        batches = self.counts.copy()
+        # Where steps all take the floor, as those of tiny models, the limit allows any number.
+        batches = np.full_like(self.counts, _NO_LIMIT)
         batches[growing] = self.cost.largest_batch(self.tokens[growing], seconds)
         return batches
 
     def batches(self, seconds: float) -> np.ndarray:
-        """B of each bucket under both limits, or as given."""
-        chosen = np.maximum(1, self.batches_within(seconds))
-        if self.m_mem_tokens is not None:
-            chosen = np.minimum(chosen, self.memory_batches())
-        return np.where(self.given > 0, self.given, chosen)
+        """B of each bucket under both limits, or as given; at most all of its samples."""
+        chosen = np.minimum(np.maximum(1, self.batches_within(seconds)), self.memory_batches())
+        return np.minimum(np.where(self.given > 0, self.given, chosen), self.whole_buckets)
 
     def samples_per_step(self, batch_sizes: np.ndarray) -> float:
         """Mean samples of an optimizer step over an epoch."""

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,12 +12,14 @@ from hypothesis import strategies as st
 
 from adaptiveload_hf.buckets.cost import Additive, FlopCount, MemoryModel, PowerLaw, Roofline
 from adaptiveload_hf.buckets.plan import BucketPlan, dual_constraint_batch_size, make_plan
+from adaptiveload_hf.buckets.schedule import schedule_epoch
 from adaptiveload_hf.buckets.shapes import LatentShape, TokenGeometry
 from adaptiveload_hf.errors import UserError
 
 COST = Roofline(0.45, 0.0, 3.2e-5, 1.5e-9)
 MEMORY = MemoryModel(2.0, 1e-4)
 COUNTS = {LatentShape(1, 32, 32): 900, LatentShape(5, 60, 104): 60, LatentShape(21, 60, 104): 30}
+MANY = {LatentShape(f, 60, 104): n for f, n in ((1, 4000), (5, 900), (9, 500), (21, 300))}
 RUN = {"world_size": 2, "gradient_accumulation_steps": 2}
 
 
@@ -57,15 +60,16 @@ def test_with_the_power_law_the_plan_is_the_dual_constraint():
 @settings(max_examples=60, deadline=None)
 @given(limit=st.floats(6, 200), target=st.floats(0.1, 60), policy=st.sampled_from(["dual", "equal_token"]))
 def test_no_batch_is_over_a_limit_and_no_larger_one_would_fit(limit, target, policy):
-    made = plan(memory_limit_gib=limit, target_seconds=target, policy=policy)
+    made = plan(MANY, memory_limit_gib=limit, target_seconds=target, policy=policy)
     for bucket in made.buckets:
         size = bucket.batch_size
         fits_memory = [b * bucket.tokens <= made.m_mem_tokens for b in (size, size + 1)]
         fits_time = [policy == "equal_token" or COST.seconds(b, bucket.tokens) <= target for b in (size, size + 1)]
-        assert bucket.bound_by in {"memory", "compute", "one"}
-        assert size >= 1 and fits_memory[0]
+        assert bucket.bound_by in {"memory", "compute", "one", "samples"}
+        assert 1 <= size <= bucket.count and fits_memory[0]
         assert fits_time[0] or (size == 1 and bucket.bound_by == "one")
-        assert not (fits_memory[1] and fits_time[1])
+        assert (fits_memory[1] and fits_time[1]) == (bucket.bound_by == "samples")
+        assert bucket.bound_by != "samples" or size == bucket.count
         assert bucket.seconds == pytest.approx(COST.seconds(size, bucket.tokens))
         assert bucket.gib == pytest.approx(MEMORY.gib(size, bucket.tokens))
 
@@ -99,6 +103,41 @@ def test_fixed_takes_what_is_given():
     made = plan(policy="fixed", batch_sizes=given_sizes)
     assert list(sizes(made).values()) == [16, 2, 1]
     assert {bucket.bound_by for bucket in made.buckets} == {"given"}
+
+
+FEW = {LatentShape(1, 32, 32): 5, LatentShape(5, 60, 104): 200}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"samples_per_step": 10},
+        {"policy": "equal_token"},
+        {"policy": "equal_time", "target_seconds": 2.5},
+        {"policy": "fixed", "batch_sizes": {"1x32x32": 59, "5x60x104": 3}},
+        {"memory": None},
+        {"cost": Roofline(0.4, 0.0, 0.0, 0.0)},
+    ],
+)
+def test_no_batch_size_is_planned_that_its_bucket_cannot_fill(options):
+    few, many = plan(FEW, **options).buckets
+    assert (few.batch_size, few.bound_by) == (5, "samples")
+    assert few.gib is None or few.gib == MEMORY.gib(5, 256) < many.gib
+    assert few.seconds == options.get("cost", COST).seconds(5, 256)
+
+
+def test_a_batch_size_that_no_bucket_fills_is_not_over_the_memory_limit():
+    given_sizes = {"1x32x32": 100_000, "5x60x104": 3}
+    assert not any("Over the memory limit" in f for f in plan(FEW, batch_sizes=given_sizes).findings)
+    assert any("Over the memory limit: 5x" in f for f in plan(FEW, batch_sizes={"5x60x104": 100_000}).findings)
+
+
+def test_an_epoch_is_the_same_as_with_larger_batch_sizes_than_its_buckets_fill():
+    made = plan(FEW, policy="fixed", batch_sizes={"1x32x32": 59, "5x60x104": 3})
+    larger = replace(made, buckets=(replace(made.buckets[0], batch_size=59), made.buckets[1]))
+    index = np.repeat([0, 1], list(FEW.values()))
+    assert schedule_epoch(index, made, COST, **RUN).digest == schedule_epoch(index, larger, COST, **RUN).digest
 
 
 def test_given_batch_sizes_are_checked():
@@ -204,7 +243,6 @@ def test_the_weight_of_one_longest_clip_is_said():
 
 
 def epoch_seconds(made, cost=COST):
-    from adaptiveload_hf.buckets.schedule import schedule_epoch
     from adaptiveload_hf.buckets.simulate import simulate
 
     index = np.repeat(np.arange(len(made.buckets)), [bucket.count for bucket in made.buckets])
@@ -231,11 +269,7 @@ def test_steps_that_all_take_the_floor_are_bound_by_memory_or_the_bucket_alone()
     assert sizes(plan(cost=floor))["21x60x104"] == 2
 
 
-MANY = {LatentShape(f, 60, 104): n for f, n in ((1, 4000), (5, 900), (9, 500), (21, 300))}
-
-
 def samples_per_step(made, **run):
-    from adaptiveload_hf.buckets.schedule import schedule_epoch
     from adaptiveload_hf.buckets.simulate import simulate
 
     index = np.repeat(np.arange(len(made.buckets)), [bucket.count for bucket in made.buckets])
