@@ -6,12 +6,14 @@ import math
 import statistics
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from .buckets.training_log import LARGEST_WAIT
 from .errors import UserError
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ _MEMORY = 0.98  # of the running means, a step: they forget what is 100 steps ol
 _FEWEST_STEPS = 20  # before anything is said to drift
 _LARGEST_DRIFT = 0.15
 _LARGEST_LAG = 0.10
+_REFIT = "adaptiveload fit --from-log metrics.jsonl --output refitted"
 
 
 class TrainingMonitor:
@@ -35,8 +38,8 @@ class TrainingMonitor:
             loss = ...                                  # forward, backward, optimizer, as ever
             metrics = monitor.micro_step_done(loss)     # None, or after every K-th micro-step a dict
 
-    It adds one all-gather of 2 K + 2 numbers an optimizer step, the one in which the loss is averaged, and device
-    events around one block; nothing else waits for the device.
+    It adds one all-gather of 3 K + 2 numbers an optimizer step, the one in which the loss is averaged, and device
+    events around one block, until `close()` or the monitor is gone; nothing else waits for the device.
 
     Args:
         accelerator: accelerate's.
@@ -47,7 +50,8 @@ class TrainingMonitor:
     def __init__(self, accelerator: Accelerator, model: nn.Module | None, loader: BucketDataLoader):
         self.accelerator, self.loader = accelerator, loader
         self._clock = BlockClock(accelerator.device.type == "cuda")
-        self._hooks = self._clock.attach(repeated_block(model)) if model is not None else ()
+        hooks = self._clock.attach(repeated_block(model)) if model is not None else ()
+        self._take_off = weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
         self._in_seconds = loader.cost_model.unit == "seconds"
         self._drift, self._pace = CostDrift(self._in_seconds), RankPace()
         self._shapes = [str(bucket.shape) for bucket in loader.plan.buckets]
@@ -59,7 +63,7 @@ class TrainingMonitor:
         self._losses: list[torch.Tensor] = []
         self._micro_steps: list[int] = []
         self._pairs: list[tuple | None] = []
-        self._data_wait_seconds = 0.0
+        self._data_waits: list[float] = []  # this rank's, before each micro-step
 
     def __iter__(self) -> Iterator[dict]:
         """Yields the loader's batches; the time in between two is the wait for data."""
@@ -67,7 +71,7 @@ class TrainingMonitor:
         self._begin_step()
         self._start = waiting_since
         for batch in self.loader:
-            self._data_wait_seconds += time.perf_counter() - waiting_since
+            self._data_waits.append(time.perf_counter() - waiting_since)
             self._micro_steps.append(batch["micro_step"])
             self._schedule = self.loader.schedule
             self._clock.arm()
@@ -89,7 +93,8 @@ class TrainingMonitor:
 
         Returns:
             None between optimizer steps. After one, on every rank: `loss`; `flag`, true if any rank's was; `seconds`,
-            and of them `data_wait_seconds`; `samples` and `tokens` of all ranks, both a second; `predicted_seconds`
+            and of them `data_wait_seconds`, in which ranks waited for data (sum over micro-steps of the longest wait:
+            all ranks wait for that one); `samples` and `tokens` of all ranks, both a second; `predicted_seconds`
             (sum over micro-steps of the slowest rank's cost; absent where the cost is counted in FLOPs);
             `balance_efficiency` and `step_cv`, predicted; `achieved_efficiency` (sum over micro-steps of the mean over
             ranks of solo seconds, as the cost model has them, over measured seconds);
@@ -121,9 +126,12 @@ class TrainingMonitor:
         seconds = time.perf_counter() - self._start
         # Plain numbers: after a step's work numpy's first calls take 0.1 ms each, for nothing of it is in the caches.
         flags, paces, *rest = zip(*received)
-        blocks, losses = rest[: -len(self._losses)], rest[-len(self._losses) :]  # per micro-step, of all processes
+        # Each per micro-step, of all processes.
+        waits, blocks, losses = (rest[i : i + len(cost)] for i in range(0, len(rest), len(cost)))
         loss = sum(map(sum, losses)) / len(losses) / len(received)
-        metrics = {"loss": loss, "flag": any(flags), "seconds": seconds, **described}
+        # A rank may have begun to wait while this one did something between its optimizer steps.
+        waited = min(seconds, sum(map(max, waits)))
+        metrics = {"loss": loss, "flag": any(flags), "seconds": seconds, "data_wait_seconds": waited, **described}
         metrics |= {f"{what}_per_second": metrics[what] / seconds for what in ("samples", "tokens")}
         if self._in_seconds:
             metrics["achieved_efficiency"] = sum(map(sum, cost)) / self._schedule.world_size / seconds
@@ -131,7 +139,9 @@ class TrainingMonitor:
         if math.isfinite(compute):
             metrics["measured_balance_efficiency"] = compute / sum(map(max, blocks))
         slowest = [row[each.index(max(each))]["shape"] for row, each in zip(metrics["micro_batches"], cost)]
-        drifting = self._drift.update(seconds - self._data_wait_seconds, slowest, [max(each) for each in cost])
+        drifting = []
+        if waited <= LARGEST_WAIT * seconds:
+            drifting = self._drift.update(seconds - waited, slowest, [max(each) for each in cost])
         metrics["findings"] = [*drifting, *self._pace.compare(paces)]
         self._block_seconds = [seconds_between(pair) for pair in self._pairs]
         self._pace.update(sum(self._block_seconds), sum(each[self.loader.rank] for each in cost))
@@ -147,14 +157,16 @@ class TrainingMonitor:
             )
 
     def _exchange(self, flag: bool) -> torch.Tensor:
-        """Of each process flag, pace, the seconds in one block at each micro-step of the step before, and its losses.
+        """Of each process flag, pace, and of its micro-steps the waits for data, the seconds in one block (in the step
+        before) and the losses.
 
         On the device, which has yet to fill it in.
         """
         blocks = self._block_seconds or [float("nan")] * len(self._losses)
         losses = torch.stack(self._losses).view(len(self._losses))  # one may be a tensor of one element
         # From pinned memory the copy does not wait for the device.
-        values = torch.tensor([flag, self._pace.value, *blocks], dtype=torch.float32, pin_memory=losses.is_cuda)
+        values = [flag, self._pace.value, *self._data_waits, *blocks]
+        values = torch.tensor(values, dtype=torch.float32, pin_memory=losses.is_cuda)
         return self.accelerator.gather(torch.cat([values.to(losses.device, non_blocking=True), losses])[None])
 
     def _of_ranks(self, values: np.ndarray) -> list[list]:
@@ -163,7 +175,7 @@ class TrainingMonitor:
         return [values[step * world_size : (step + 1) * world_size].tolist() for step in self._micro_steps]
 
     def _describe(self, cost: list[list[float]]) -> dict:
-        """Counts over all ranks, from the schedule, without asking them; the wait for data is this rank's."""
+        """Counts over all ranks, from the schedule, without asking them."""
         schedule = self._schedule
         found = map(self._of_ranks, (schedule.bucket, schedule.sizes, schedule.tokens, schedule.loss_weight))
         # Per micro-step and rank (bucket, B, S, loss weight); loss weight 0 marks padding.
@@ -172,13 +184,16 @@ class TrainingMonitor:
         mean, largest = [sum(each) / len(each) for each in cost], [max(each) for each in cost]
         spread = [math.dist(each, [at] * len(each)) / at / math.sqrt(len(each)) for each, at in zip(cost, mean)]
         described: dict = {
-            "data_wait_seconds": self._data_wait_seconds,
             "samples": sum(size for size, _ in counted),
             "tokens": sum(size * tokens for size, tokens in counted),
             "balance_efficiency": sum(mean) / sum(largest),
             "step_cv": sum(spread) / len(spread),
             "micro_batches": [
-                [{"shape": self._shapes[bucket], "batch_size": size} for bucket, size, _, _ in row] for row in rows
+                [
+                    {"shape": self._shapes[bucket], "tokens": tokens, "batch_size": size}
+                    for bucket, size, tokens, _ in row
+                ]
+                for row in rows
             ],
         }
         if self._in_seconds:
@@ -198,8 +213,7 @@ class TrainingMonitor:
 
     def close(self) -> None:
         """Takes the hooks off the model."""
-        for hook in self._hooks:
-            hook.remove()
+        self._take_off()
 
 
 class BlockClock:
@@ -311,7 +325,7 @@ class CostDrift:
         """Takes in a step.
 
         Args:
-            seconds: of the step, without its wait for data.
+            seconds: of the step, without its wait for data, which was short.
             slowest: the bucket of each micro-step's slowest rank. predicted: its cost.
 
         Returns:
@@ -342,7 +356,7 @@ class CostDrift:
                 found[shape] = f"bucket {shape} takes {drift:.2f} times its share of the prediction"
         fresh = [text for name, text in found.items() if name not in self._said]
         self._said |= found.keys()
-        return [f"{text}: refit with `adaptiveload fit --from-log metrics.jsonl`" for text in fresh]
+        return [f"{text}: refit with `{_REFIT}`" for text in fresh]
 
 
 class RankPace:

@@ -13,8 +13,9 @@ from support.accelerators import FSDP2, fresh_accelerate
 from support.image_training import image_loader, losses
 from support.tiny_models import tiny_inputs, tiny_model
 from support.worlds import on_ranks
+from typer.main import get_command
 
-from adaptiveload_hf import TrainingMonitor, UserError, make_accelerator
+from adaptiveload_hf import TrainingMonitor, UserError, cli, make_accelerator
 from adaptiveload_hf.monitor import BlockClock, CostDrift, RankPace, device_counters, repeated_block
 
 
@@ -64,6 +65,17 @@ def test_a_rank_that_lags_for_the_same_work_is_named_once():
 
 
 @pytest.mark.distributed
+def test_a_wait_for_data_of_any_rank_is_a_wait_of_all_and_in_no_finding():
+    first, second = on_ranks(2, monitored.train, None, 0.1, **FSDP2)
+    for one, other in zip(first["steps"], second["steps"], strict=True):
+        assert one["data_wait_seconds"] == pytest.approx(other["data_wait_seconds"], rel=0.2)
+        assert 0.2 <= one["data_wait_seconds"] <= one["seconds"], "each rank waited 0.1 s, at different micro-steps"
+    assert not [
+        text for rank in (first, second) for step in rank["steps"] for text in step["findings"] if "refit" in text
+    ]
+
+
+@pytest.mark.distributed
 def test_nothing_stays_on_the_model_and_the_line_names_the_units(unbalanced):
     assert [rank["hooks"] for rank in unbalanced] == [rank["hooks_before"] for rank in unbalanced]
     line = unbalanced[0]["steps"][-1]["line"]
@@ -100,13 +112,29 @@ def test_the_first_steps_and_the_first_of_a_shape_may_take_what_they_take():
 def test_a_bucket_that_takes_more_than_its_share_is_named_once_with_the_command():
     (finding,) = steps_of(CostDrift(True), lambda step: COST[step % 3] * (1.4 if step % 3 == 0 else 1), 120)
     assert finding.startswith("bucket 1x4x4 takes 1.3")
-    assert "adaptiveload fit --from-log metrics.jsonl" in finding
+    command = re.search("`adaptiveload (.*)`", finding)[1]
+    with get_command(cli.app).make_context("adaptiveload", command.split()) as context:
+        verb, _, words = context.command.resolve_command(context, command.split())
+        assert verb == "fit" and context.command.get_command(context, verb).make_context(verb, words)
 
 
 def test_a_run_that_is_slower_as_a_whole_is_named_once_where_seconds_were_predicted():
     (finding,) = steps_of(CostDrift(True), lambda step: 1.5 * COST[step % 3])
     assert finding.startswith("steps take 1.50 times the predicted seconds")
     assert steps_of(CostDrift(False), lambda step: 1.5 * COST[step % 3]) == []
+
+
+def test_the_hooks_of_a_monitor_go_with_it():
+    model = tiny_model("sd3")
+    with fresh_accelerate(ACCELERATE_USE_CPU="true"):
+        accelerator = make_accelerator()
+        loader = image_loader(accelerator, (8, 8), (2, 2), balance="none")
+        for _ in range(3):
+            monitor = TrainingMonitor(accelerator, model, loader)
+            next(iter(monitor))
+            assert monitored.hooks_of(model) == 2
+        del monitor
+    assert monitored.hooks_of(model) == 0
 
 
 def test_a_copy_of_a_watched_model_has_a_clock_of_its_own():

@@ -77,6 +77,9 @@ class TokenGeometry:
                 f"below 2^31, but found {self.patch_size} and {text}."
             )
 
+    def __str__(self) -> str:
+        return f"patch size {'x'.join(map(str, self.patch_size))} and {self.text_tokens} text tokens"
+
     def tokens(self, shape: LatentShape) -> int:
         """S = F/pf * H/ph * W/pw + text_tokens, the length of the transformer's sequence for one sample.
 

@@ -16,7 +16,7 @@ from .fit import CostFit, TimedSteps, find_outliers, fit_steps, sensitivity
 from .shapes import LatentShape, TokenGeometry
 
 _WARM_UP_STEPS = 2
-_LARGEST_WAIT = 0.05  # of a step; the GPU may or may not have worked meanwhile, so a longer wait makes the step unsure
+LARGEST_WAIT = 0.05  # of a step; the GPU may or may not have worked meanwhile, so a longer wait makes the step unsure
 _LONGEST = 1e12  # seconds
 _MOST_PROBLEMS = 3  # named; of the rest their number is
 _FEWEST_STEPS = 12
@@ -33,11 +33,13 @@ class TrainingLog:
         steps: one for each optimizer step.
         shapes: of each micro-batch, str [steps, K, W].
         left_out: one sentence for each reason for which lines were left out.
+        says_tokens: whether its lines say how many tokens a sample has; the geometry then agrees with them.
     """
 
     steps: TimedSteps
     shapes: np.ndarray
     left_out: tuple[str, ...]
+    says_tokens: bool
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class _Line:
     waited: float
     shapes: np.ndarray
     batch_size: np.ndarray
+    tokens: dict[str, int]  # of those shapes of which it says them
 
 
 def read_training_log(path: str | Path, geometry: TokenGeometry) -> TrainingLog:
@@ -57,12 +60,13 @@ def read_training_log(path: str | Path, geometry: TokenGeometry) -> TrainingLog:
     is subtracted from the others.
 
     Args:
-        path: one JSON object a line, with `step`, `seconds`, `micro_batches` (per micro-step and rank, shape and batch
-            size) and maybe `data_wait_seconds`, as recipes/train_wan.py writes them.
+        path: one JSON object a line, with `step`, `seconds`, `micro_batches` (per micro-step and rank, shape, batch
+            size and maybe tokens) and maybe `data_wait_seconds`, as recipes/train_wan.py writes them.
         geometry: of the model.
 
     Raises:
-        UserError: no such file, or fewer than 12 lines that can be fitted.
+        UserError: no such file, fewer than 12 lines that can be fitted, or a line with other tokens of a shape than
+            the geometry's.
     """
     lines, problems = _read_lines(Path(path))
     reasons: Counter[str] = Counter()
@@ -75,8 +79,8 @@ def read_training_log(path: str | Path, geometry: TokenGeometry) -> TrainingLog:
             reasons[f"the first {_WARM_UP_STEPS}"] += 1
         elif new:
             reasons["a shape came for the first time"] += 1
-        elif line.waited > _LARGEST_WAIT * line.seconds:
-            reasons[f"waited over {_LARGEST_WAIT:.0%} of their time for data"] += 1
+        elif line.waited > LARGEST_WAIT * line.seconds:
+            reasons[f"waited over {LARGEST_WAIT:.0%} of their time for data"] += 1
         elif line.shapes.shape != lines[-1].shapes.shape:
             reasons["other ranks or accumulation than the last step"] += 1
         else:
@@ -92,13 +96,24 @@ def read_training_log(path: str | Path, geometry: TokenGeometry) -> TrainingLog:
         kept = [kept[i] for i in np.linspace(0, len(kept) - 1, _MOST_STEPS).astype(int)]
     shapes = np.stack([line.shapes for line in kept])
     tokens = {shape: geometry.tokens(LatentShape.parse(shape)) for shape in np.unique(shapes).tolist()}
+    for line in kept:
+        _check_tokens(line, tokens, geometry)
     steps = TimedSteps(
         batch_size=np.stack([line.batch_size for line in kept]),
         tokens=np.vectorize(tokens.get, otypes=[np.float64])(shapes),
         seconds=np.array([line.seconds - line.waited for line in kept]),
         names=tuple(f"step {line.step}" for line in kept),
     )
-    return TrainingLog(steps, shapes, left_out)
+    return TrainingLog(steps, shapes, left_out, all(line.tokens for line in kept))
+
+
+def _check_tokens(line: _Line, tokens: dict[str, int], geometry: TokenGeometry) -> None:
+    for shape, found in line.tokens.items():
+        if found != tokens[shape]:
+            raise UserError(
+                f"A sample of {shape} had {found} tokens in step {line.step} of the log, but {geometry} make "
+                f"{tokens[shape]}. Give patch size and text tokens of the model that was trained."
+            )
 
 
 def fit_training_log(log: TrainingLog) -> CostFit:
@@ -167,17 +182,18 @@ def _read_line(text: str) -> _Line:
         waited = float(record.get("data_wait_seconds", 0.0))
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise UserError(f"it must be JSON with the numbers step and seconds, but: {error}.") from None
-    if not (0 <= waited < seconds <= _LONGEST):
+    if not (0 <= waited <= seconds <= _LONGEST and seconds > 0):
         raise UserError(f"seconds is {seconds} and data_wait_seconds {waited}.")
     try:
         micro_batches = record["micro_batches"]
         shapes = np.array([[_shape(m["shape"]) for m in row] for row in micro_batches], dtype=object)
         batch_size = np.array([[m["batch_size"] for m in row] for row in micro_batches], dtype=np.float64)
+        tokens = {_shape(m["shape"]): m["tokens"] for row in micro_batches for m in row if "tokens" in m}
     except (ValueError, TypeError, KeyError, OverflowError):
         batch_size = np.empty(0)
     if batch_size.ndim != 2 or not batch_size.size or not 1 <= batch_size.min() <= batch_size.max() < 1 << 31:
         raise UserError("micro_batches must list shape and batch_size of each rank, for each micro-step.")
-    return _Line(step, seconds, waited, shapes, batch_size)
+    return _Line(step, seconds, waited, shapes, batch_size, tokens)
 
 
 @cache

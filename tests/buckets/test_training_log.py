@@ -77,6 +77,26 @@ def test_broken_lines_are_named_by_what_is_wrong_and_the_first_ones_stand_for_ma
     ]
 
 
+def test_a_log_of_another_geometry_is_refused_with_both_numbers_of_tokens(tmp_path):
+    longer = {"tokens": lambda shape: tokens_of(shape) + 333}
+    path = write_log(tmp_path / "metrics.jsonl", LAWS["additive"], steps=30, **longer)
+    with pytest.raises(
+        UserError, match=r"had \d+ tokens in step \d+ of the log, but patch size 1x2x2 and 0 text tokens"
+    ):
+        read(path)
+    assert read_training_log(path, TokenGeometry(text_tokens=333)).says_tokens
+    path = write_log(tmp_path / "metrics.jsonl", LAWS["additive"], steps=30, tokens=None)
+    assert not read(path).says_tokens
+
+
+def test_a_step_that_was_waiting_from_end_to_end_is_one_that_waited(tmp_path):
+    path = write_log(tmp_path / "metrics.jsonl", LAWS["additive"], steps=30)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[20]["data_wait_seconds"] = lines[20]["seconds"]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    assert "1 steps are left out: waited over 5% of their time for data." in read(path).left_out
+
+
 def test_a_log_that_leaves_the_cost_open_is_refused_with_what_it_leaves_open(tmp_path):
     whole = {shape: (most, most) for shape, (_, most) in BATCH_SIZES.items()}
     log = read(write_log(tmp_path / "metrics.jsonl", LAWS["additive"], steps=100, ranks=4, batch_sizes=whole))

@@ -47,7 +47,7 @@ def losses(model, batch):
     return (output - batch["target"]).square().flatten(1).mean(dim=1)
 
 
-def image_loader(accelerator, counts, batch_sizes, dtype=torch.float32, **options):
+def image_loader(accelerator, counts, batch_sizes, dtype=torch.float32, collate_fn=collate, **options):
     """A loader of `counts` images a bucket, in micro-batches of at most these sizes."""
     index = mixed_index(counts)
     return BucketDataLoader(
@@ -55,7 +55,7 @@ def image_loader(accelerator, counts, batch_sizes, dtype=torch.float32, **option
         CountedConfig(),
         accelerator=accelerator,
         shapes=index,
-        collate_fn=collate,
+        collate_fn=collate_fn,
         policy="fixed",
         batch_sizes=dict(zip(index.shapes, batch_sizes)),
         **options,

@@ -1,9 +1,10 @@
 """A small real run under TrainingMonitor, on several ranks."""
 
+import itertools
 import time
 
 import torch
-from support.image_training import image_loader, losses
+from support.image_training import collate, image_loader, losses
 from support.tiny_models import tiny_model
 
 from adaptiveload_hf import TrainingMonitor, make_accelerator
@@ -11,15 +12,24 @@ from adaptiveload_hf import TrainingMonitor, make_accelerator
 COUNTS, BATCH_SIZES = (40, 960), (1, 80)  # one is light, 80 are heavy
 
 
-def train(slow_rank=None):
-    """Two epochs; every step's metrics, the losses of this rank, and what is left on the model afterwards."""
+def train(slow_rank=None, data_wait_seconds=0.0):
+    """Two epochs; every step's metrics, the losses of this rank, and what is left on the model afterwards.
+
+    data_wait_seconds: that each rank takes to read every second micro-batch, ranks in turn.
+    """
     accelerator = make_accelerator(gradient_accumulation_steps=2)
     model = tiny_model("sd3")
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
     if accelerator.process_index == slow_rank:
         inner = accelerator.unwrap_model(model).transformer_blocks[0].attn
         inner.register_forward_pre_hook(lambda *_: time.sleep(0.01))
-    loader = image_loader(accelerator, COUNTS, BATCH_SIZES, balance="none")
+    turns = itertools.cycle([data_wait_seconds, 0.0] if accelerator.process_index == 0 else [0.0, data_wait_seconds])
+
+    def collate_slowly(rows):
+        time.sleep(next(turns))
+        return collate(rows)
+
+    loader = image_loader(accelerator, COUNTS, BATCH_SIZES, balance="none", collate_fn=collate_slowly)
     hooks_before = hooks_of(model)
     monitor = TrainingMonitor(accelerator, model, loader)
     found, own, starts = [], [], []

@@ -13,8 +13,11 @@ def tokens_of(shape):
     return TokenGeometry().tokens(LatentShape.parse(shape))
 
 
-def write_log(path, law, *, steps, ranks=2, noise=0.02, batch_sizes=BATCH_SIZES, waited=0.001):
-    """Writes optimizer steps of two micro-steps. The first two take five times as long, each 37th twice as long."""
+def write_log(path, law, *, steps, ranks=2, noise=0.02, batch_sizes=BATCH_SIZES, waited=0.001, tokens=tokens_of):
+    """Writes optimizer steps of two micro-steps. The first two take five times as long, each 37th twice as long.
+
+    tokens: of a shape; None: no line says them.
+    """
     random = np.random.default_rng(0)
     lines = []
     for step in range(1, steps + 1):
@@ -28,6 +31,8 @@ def write_log(path, law, *, steps, ranks=2, noise=0.02, batch_sizes=BATCH_SIZES,
         )
         seconds *= (1 + noise * random.standard_normal()) * (5 if step <= 2 else 2 if step % 37 == 0 else 1)
         wait = waited * seconds
+        if tokens is not None:
+            micro_batches = [[{**m, "tokens": tokens(m["shape"])} for m in row] for row in micro_batches]
         fields = {"step": step, "seconds": seconds + wait, "data_wait_seconds": wait, "micro_batches": micro_batches}
         lines.append(json.dumps(fields))
     path.write_text("\n".join(lines) + "\n")
