@@ -28,7 +28,8 @@ for command in (scan, fit, count, plan, simulate, report, push):
 
 def main():
     """Run the command line; a UserError ends it with one line and status 1."""
-    sys.stdout.reconfigure(errors="backslashreplace")
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's, or one that a program set, has none
+        sys.stdout.reconfigure(errors="backslashreplace")
     warnings.showwarning = lambda message, *_, **__: say(f"adaptiveload: warning: {message}")
     with exit_on_user_error("adaptiveload"):
         app()

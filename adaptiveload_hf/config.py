@@ -31,13 +31,19 @@ from .config_file import (
     read_fields,
     write_folder,
 )
-from .environment import assumptions, current_environment, differences, memory_elsewhere, memory_limit
+from .environment import (
+    assumptions,
+    current_environment,
+    differences,
+    memory_elsewhere,
+    memory_limit,
+    model_differences,
+)
 from .errors import UserError
 from .hub import download, full_id, is_hub_id, push_folder
 
 _Function = TypeVar("_Function", bound=Callable)
 _typed_register: Callable[[_Function], _Function] = register_to_config  # diffusers' own would hide the class's types
-_MODEL_KEYS = ("class", "config_hash", "patch_size", "text_tokens")
 
 
 class BucketConfig(ConfigMixin, PushToHubMixin):
@@ -87,9 +93,9 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         cls,
         measurements: Sequence[Measurement],
         *,
-        model: dict[str, Any],
-        environment: dict[str, Any],
         geometry: TokenGeometry,
+        model: dict[str, Any] | None = None,
+        environment: dict[str, Any] | None = None,
         example_plan: BucketPlan | None = None,
         fit: CostFit | None = None,
         origin: str = "benchmark",
@@ -98,10 +104,12 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
 
         Args:
             measurements: `Measurement`s of one set-up.
-            model: JSON values that describe the model: `class`, `config_hash`, and `base_model` where it is a Hub id.
-            environment: JSON values of the set-up: `gpu`, `gpu_memory_gib`, `world_size`, `strategy`, `dtype`, `lora`,
-                `patched`, `activation_checkpointing`, `gradient_accumulation_steps`, `gradient_gib`, `versions`.
             geometry: `TokenGeometry` of the model.
+            model: JSON values that describe it: `class`, `config_hash`, `vae_scale` (frames and pixels that one latent
+                stands for), and `base_model` where it is a Hub id.
+            environment: JSON values of the set-up: `gpu`, `gpu_memory_gib`, `world_size`, `strategy`, `dp_shard_size`
+                (of "hsdp"), `dtype`, `lora`, `patched`, `activation_checkpointing`, `gradient_accumulation_steps`,
+                `gradient_gib`, `versions`. None: what this machine, where they were made, knows of it.
             example_plan: `BucketPlan` of the author's own data.
             fit: the `CostFit` to save, where it was made already.
             origin: "benchmark", or "training_log" if the measurements are shares of a run's steps.
@@ -109,7 +117,8 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         Raises:
             UserError: tokens of a measurement are not what `geometry` gives; or nothing can be fitted.
         """
-        model = {**model, "patch_size": geometry.patch_size, "text_tokens": geometry.text_tokens}
+        model = {**(model or {}), "patch_size": geometry.patch_size, "text_tokens": geometry.text_tokens}
+        environment = current_environment() if environment is None else environment
         if not is_hub_id(model.get("base_model")):
             model.pop("base_model", None)
         fields = {"model": plain(model, "model"), "environment": plain(environment, "environment")}
@@ -301,6 +310,7 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         world_sizes: Sequence[int],
         accumulations: Sequence[int] = (1,),
         samples_per_step: float | None = None,
+        target_seconds: float | str = "auto",
         **options: Any,
     ) -> list[ComparisonRow]:
         """`buckets.simulate.compare` of plans by this config. The baseline is what trains without this package: batch
@@ -308,15 +318,16 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
 
         Args:
             policies: None is the baseline's and "dual".
-            samples_per_step: for "dual" alone.
+            samples_per_step: for "dual" alone. target_seconds: for "dual" and "equal_time".
             options: further arguments of `plan`.
             the rest: as in `buckets.simulate.compare`.
         """
         baseline = "fixed" if self.batch_sizes else "equal_token"
 
         def plan(policy, **run):
-            held = samples_per_step if policy == "dual" else None
-            return self.plan(shape_counts, policy=policy, samples_per_step=held, **run, **options)
+            steer = {"samples_per_step": samples_per_step} if policy == "dual" else {}
+            steer |= {"target_seconds": target_seconds} if policy in ("dual", "equal_time") else {}
+            return self.plan(shape_counts, policy=policy, **steer, **run, **options)
 
         return compare(
             plan,
@@ -341,12 +352,7 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
 
         Returns: one sentence a difference.
         """
-        model = plain(model or {}, "model")
-        return differences(self.environment, environment) + [
-            f"model {key}: measured with {self.model[key]}, here {model[key]}"
-            for key in _MODEL_KEYS
-            if key in model and key in self.model and model[key] != self.model[key]
-        ]
+        return differences(self.environment, environment) + model_differences(self.model, plain(model or {}, "model"))
 
     def _plan_options(self, world_size, accumulation, memory_limit_gib):
         """What this config adds to the arguments of `make_plan`, and what the user should know of it."""
@@ -371,7 +377,7 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
             "memory": memory,
             "geometry": self.geometry,
             "memory_limit_gib": memory_limit_gib,
-            "m_mem_tokens": max((size * sample_tokens for size, sample_tokens in fit), default=None),
+            "m_mem_tokens": None if memory_limit_gib else max((size * s for size, s in fit), default=None),
             "measured_tokens": (min(tokens), max(tokens)) if tokens else None,
         }
         return options, findings

@@ -218,8 +218,7 @@ def check_tokens(measurements: Iterable[Measurement], geometry: TokenGeometry) -
         tokens = geometry.tokens(LatentShape.parse(measurement.shape))
         if tokens != measurement.tokens:
             raise UserError(
-                f"{measurement.shape} was measured with {measurement.tokens} tokens, but patch size "
-                f"{geometry.patch_size} and {geometry.text_tokens} text tokens make {tokens}. "
+                f"{measurement.shape} was measured with {measurement.tokens} tokens, but {geometry} make {tokens}. "
                 "Give the geometry of the measured model."
             )
 
@@ -262,6 +261,9 @@ def _check_model(model):
     text_tokens = model.get("text_tokens")
     if text_tokens != 0 or isinstance(text_tokens, bool):
         _check_count(text_tokens, "model.text_tokens", least=0)
+    scale = model.get("vae_scale")
+    if scale is not None and not (isinstance(scale, list) and len(scale) == 2 and all(map(_is_count, scale))):
+        raise UserError(f"model.vae_scale must be two whole numbers such as [4, 8], but it is {_shown(scale)}.")
 
 
 def _check_environment(environment):
@@ -271,7 +273,7 @@ def _check_environment(environment):
     for name, least in (("gpu_memory_gib", 0.1), ("gradient_gib", 0.0)):
         if environment.get(name) is not None:
             _check_number(environment[name], f"environment.{name}", least=least)
-    for name in ("world_size", "gradient_accumulation_steps"):
+    for name in ("world_size", "gradient_accumulation_steps", "dp_shard_size"):
         if environment.get(name) is not None:
             _check_count(environment[name], f"environment.{name}")
 

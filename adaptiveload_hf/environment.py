@@ -1,6 +1,8 @@
 """On what was a config measured, and what of it holds on other hardware and other ranks?"""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -9,21 +11,53 @@ import torch
 
 from . import __version__
 from .buckets.cost import MemoryModel
+from .errors import UserError
 
 MEMORY_RESERVE = 0.1  # of the GPU's memory: CUDA context, NCCL buffers and fragmentation, which no measurement sees
 # The plan is made anew for the user's own ranks and accumulation, so those two may differ.
 _MAY_DIFFER = ("world_size", "gradient_accumulation_steps")
+_SETUP_FILE = "run_setup.json"
+_GEOMETRY_KEYS = ("patch_size", "text_tokens", "vae_scale")  # what makes pixels latents, and latents tokens
+_MODEL_KEYS = ("class", "config_hash", *_GEOMETRY_KEYS)
 
 
 def current_environment() -> dict[str, Any]:
-    """The part of `environment` that this machine knows by itself: `gpu`, `gpu_memory_gib` and `versions`."""
-    gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    """The part of `environment` that this process knows by itself: `gpu`, `gpu_memory_gib` and `versions`.
+
+    The GPU is this rank's, which need not be like that of another one.
+    """
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device()) if torch.cuda.is_available() else None
     packages = (torch, diffusers, accelerate)
     return {
         "gpu": gpu and gpu.name,
         "gpu_memory_gib": gpu and round(gpu.total_memory / 2**30, 2),
         "versions": {"adaptiveload_hf": __version__, **{p.__name__: str(p.__version__) for p in packages}},
     }
+
+
+def save_setup(folder: Path, model: dict[str, Any], environment: dict[str, Any]) -> None:
+    """Keeps beside a run's metrics.jsonl what it is a log of: arguments of `BucketConfig.from_measurements`."""
+    text = json.dumps({"model": model, "environment": environment}, indent=2)
+    (folder / _SETUP_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def read_setup(folder: Path) -> dict[str, dict[str, Any]] | None:
+    """`model` and `environment` that `save_setup` kept there; None where there is none.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    path = folder / _SETUP_FILE
+    if not path.is_file():
+        return None
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        return {name: dict(saved[name]) for name in ("model", "environment")}
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise UserError(
+            f"{path} should say what the log beside it is of, but it is damaged ({error!r}). Remove it, and pass "
+            "--patch-size and --text-tokens of the model."
+        ) from None
 
 
 def differences(measured: dict[str, Any], here: dict[str, Any]) -> list[str]:
@@ -41,6 +75,29 @@ def differences(measured: dict[str, Any], here: dict[str, Any]) -> list[str]:
         for key in sorted(measured.keys() & here.keys())
         if key not in _MAY_DIFFER and not _same(measured[key], here[key])
     ]
+
+
+def model_differences(
+    measured: dict[str, Any], here: dict[str, Any], keys: tuple[str, ...] = _MODEL_KEYS
+) -> list[str]:
+    """The same of two models; of keys that both have."""
+    return [
+        f"model {key}: measured with {measured[key]}, here {here[key]}"
+        for key in keys
+        if key in here and key in measured and here[key] != measured[key]
+    ]
+
+
+def refuse_other_geometry(measured: dict[str, Any], here: dict[str, Any]) -> None:
+    """
+    Raises:
+        UserError: the two models make other tokens of a sample, or other latents.
+    """
+    if different := model_differences(measured, here, _GEOMETRY_KEYS):
+        raise UserError(
+            f"The bucket config is of a model of another geometry ({'; '.join(different)}), and by its tokens samples "
+            "are weighed and batch sizes set. Measure this model, or fit the log of a run of it."
+        )
 
 
 def memory_limit(measured: dict[str, Any]) -> tuple[float | None, str | None]:
@@ -68,8 +125,9 @@ def memory_elsewhere(
     """The memory law on another number of ranks than the measured one, and with other accumulation.
 
     With more than one micro-step a rank keeps its gradients while the next one's activations live. FSDP2 shards
-    weights, gradients and optimizer state over all ranks, so on fewer ranks each holds more: at most base_gib and
-    floor_gib times measured / world_size. On more ranks they are kept: too much rather than too little.
+    weights, gradients and optimizer state over all ranks (HSDP over dp_shard_size of them), so on fewer ranks each
+    holds more: at most base_gib and floor_gib times measured / world_size. On more ranks they are kept: too much
+    rather than too little.
 
     Args:
         memory: `MemoryModel`.
@@ -92,15 +150,23 @@ def memory_elsewhere(
                 else f"a rank keeps {kept:.2f} GiB of gradients between micro-steps, which is added."
             )
         )
-    ranks = measured.get("world_size")
-    if ranks is None or world_size >= ranks or measured.get("strategy") != "fsdp2":
+    ranks, strategy = measured.get("world_size"), measured.get("strategy")
+    if ranks is None or world_size >= ranks or strategy not in ("fsdp2", "hsdp"):
         return memory, found
-    more = ranks / world_size
+    shards = ranks if strategy == "fsdp2" else measured.get("dp_shard_size")
+    if shards is None:
+        found.append(
+            f"Measured under HSDP on {ranks} ranks, over how many of them the model was sharded is not known: on "
+            f"{world_size} a rank may hold more of it than planned. Measure here, or leave memory for it."
+        )
+    if shards is None or world_size >= shards:
+        return memory, found
+    more = shards / world_size
     larger = replace(memory, base_gib=more * memory.base_gib, floor_gib=more * memory.floor_gib)
     return larger, [
         *found,
-        f"FSDP2 shards over {world_size} ranks instead of {ranks}: what a rank holds before any sample is taken as "
-        f"{larger.base_gib:.1f} GiB instead of {memory.base_gib:.1f}, which is the most it can be.",
+        f"{strategy.upper()} shards over {world_size} ranks instead of {shards}: what a rank holds before any sample "
+        f"is taken as {larger.base_gib:.1f} GiB instead of {memory.base_gib:.1f}, which is the most it can be.",
     ]
 
 

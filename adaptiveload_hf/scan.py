@@ -14,7 +14,7 @@ from .buckets.sources import load_latent_folder, load_prepared, load_tar_shards
 from .errors import UserError
 from .hub import is_hub_id, read_dataset_column
 
-# Frames and pixels that one latent stands for, by the latent's channels: LTX, Wan 2.2 TI2V-5B, Mochi; else (4, 8).
+# By the latent's channels: LTX, Wan 2.2 TI2V-5B, Mochi; else (4, 8).
 _VAE_SCALES = {128: (8, 32), 48: (4, 16), 12: (6, 8)}
 _USUAL_SCALE = (4, 8)
 STILL_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif"}
@@ -89,7 +89,11 @@ def _of_table(kind: str, dataset, problems=()) -> Scan:
 
 def vae_scale_of(dataset) -> tuple[int, int]:
     """Frames and pixels that one latent of a dataset stands for, by its channels."""
-    return _VAE_SCALES.get(dataset.data.column("latent_shape")[0].as_py()[0], _USUAL_SCALE)
+    return vae_scale_of_channels(dataset.data.column("latent_shape")[0].as_py()[0])
+
+
+def vae_scale_of_channels(channels: int) -> tuple[int, int]:
+    return _VAE_SCALES.get(channels, _USUAL_SCALE)
 
 
 def _files(root: Path, refuse=lambda path, words: None):

@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import sd3_training
 import wan_training
@@ -29,7 +30,7 @@ from random_batches import column_sizes, make_random_batches
 from training_arguments import add_flow_arguments, add_model_arguments
 from training_loop import run_micro_step
 
-from adaptiveload_hf import BucketConfig, LatentShape, UserError, fit_cost_model, make_accelerator
+from adaptiveload_hf import BucketConfig, LatentShape, TokenGeometry, UserError, fit_cost_model, make_accelerator
 from adaptiveload_hf.benchmark import measure_shapes, measure_steps
 from adaptiveload_hf.buckets.fit import SURE_POINTS, describe_measurements, find_outliers
 from adaptiveload_hf.buckets.points import Point
@@ -39,7 +40,9 @@ from adaptiveload_hf.commands.arguments import read_samples
 from adaptiveload_hf.commands.plan import plan
 from adaptiveload_hf.commands.simulate import simulate
 from adaptiveload_hf.distributed import all_ranks_fail_together
+from adaptiveload_hf.environment import refuse_other_geometry, save_setup
 from adaptiveload_hf.errors import exit_on_user_error
+from adaptiveload_hf.scan import vae_scale_of_channels
 
 # By the class of the pipeline's transformer: the module with what is its own.
 FAMILIES = {family.MODEL_CLASS.__name__: family for family in (wan_training, sd3_training)}
@@ -98,21 +101,52 @@ def main():
     accelerator.end_training()
 
 
-def bucket_config_for(accelerator, args, dataset) -> str:
-    """--bucket_config; "auto" is measured on the first start, kept in the run's folder, and found there again.
+def bucket_config_for(accelerator, args, dataset) -> BucketConfig:
+    """That of --bucket_config; "auto" is measured on the first start, kept in the run's folder, and found there again.
 
     What was allocated for it is given back, and the random numbers begin anew, so that the run is the one that would
-    have been started with the finished folder.
+    have been started with the finished folder. What the run is, is kept beside its metrics, so that a law can be
+    fitted to them.
+
+    Raises:
+        UserError: a config of a model that makes other tokens of a sample.
     """
-    if args.bucket_config != "auto":
-        return args.bucket_config
-    folder = Path(args.output_dir) / "bucket_config"
-    if not broadcast_object_list([(folder / "bucket_config.json").exists()])[0]:
-        benchmark(accelerator, args, dataset, shape_counts(read_shapes(dataset)), folder)
-        accelerator.free_memory()
-        set_seed(args.seed)
-    accelerator.wait_for_everyone()
-    return str(folder)
+    folder = args.bucket_config
+    if folder == "auto":
+        folder = Path(args.output_dir) / "bucket_config"
+        if not broadcast_object_list([(folder / "bucket_config.json").exists()])[0]:
+            benchmark(accelerator, args, dataset, shape_counts(read_shapes(dataset)), folder)
+            accelerator.free_memory()
+            set_seed(args.seed)
+        accelerator.wait_for_everyone()
+    config, setup = BucketConfig.from_pretrained(folder), find_setup(accelerator, args, dataset)
+    refuse_other_geometry(config.model, setup.model)
+    if accelerator.is_main_process:
+        save_setup(Path(args.output_dir), setup.model, setup.environment)
+    return config
+
+
+class Setup(NamedTuple):
+    """What is measured or trained. sizes: of `column_sizes`; model, environment: those of a bucket config."""
+
+    family: Any
+    transformer_config: dict
+    sizes: dict
+    geometry: TokenGeometry
+    model: dict
+    environment: dict
+
+
+def find_setup(accelerator, args, dataset) -> Setup:
+    """From the pipeline's configuration and the dataset, if there is one."""
+    family = family_of(args)
+    transformer_config = load_model_config(family.MODEL_CLASS, args, family.choose_variant(args).subfolder)
+    sizes = column_sizes(dataset, transformer_config)
+    geometry = family.geometry(transformer_config, sizes["prompt_embeds"][0])
+    model, environment = describe_run(accelerator, args, family.MODEL_CLASS, transformer_config)
+    model |= {"patch_size": list(geometry.patch_size), "text_tokens": geometry.text_tokens}
+    model |= {"vae_scale": list(vae_scale_of_channels(sizes["latent"][0]))}
+    return Setup(family, transformer_config, sizes, geometry, model, environment)
 
 
 def benchmark(accelerator, args, dataset, counts, output_dir: Path, max_points=12, points=()) -> BucketConfig:
@@ -131,14 +165,10 @@ def benchmark(accelerator, args, dataset, counts, output_dir: Path, max_points=1
     """
     set_seed(args.seed)  # the same on all ranks: FSDP2 shards what each rank holds and broadcasts nothing
     refuse_unsafe_sharding(accelerator, args.gradient_checkpointing, args.rank is not None)
-    family = family_of(args)
+    family, transformer_config, sizes, geometry, model_facts, environment = find_setup(accelerator, args, dataset)
     args.lora_target_modules = args.lora_target_modules or family.LORA_TARGET_MODULES
-    transformer_config = load_model_config(family.MODEL_CLASS, args, family.choose_variant(args).subfolder)
     if dataset is not None:
         family.check_dataset(dataset, transformer_config)
-    sizes = column_sizes(dataset, transformer_config)
-    geometry = family.geometry(transformer_config, sizes["prompt_embeds"][0])
-    model_facts, environment = describe_run(accelerator, args, family.MODEL_CLASS, transformer_config)
     if accelerator.is_main_process:
         keep_one_setup(output_dir, {"model": model_facts, "environment": environment})
 

@@ -181,7 +181,7 @@ def save_transformer(accelerator: Accelerator, model, folder: Path) -> None:
 
 def describe_run(accelerator: Accelerator, args, model_class, transformer_config: dict) -> tuple[dict, dict]:
     """The bucket config's `model` and `environment`: what the measured seconds and GiB hold for."""
-    text = json.dumps(transformer_config, sort_keys=True)
+    text, parallelism = json.dumps(transformer_config, sort_keys=True), accelerator.parallelism_config
     model = {
         "class": model_class.__name__,
         "config_hash": hashlib.sha256(text.encode()).hexdigest()[:16],
@@ -191,6 +191,7 @@ def describe_run(accelerator: Accelerator, args, model_class, transformer_config
         **current_environment(),
         "world_size": accelerator.num_processes,
         "strategy": strategy_of(accelerator),
+        **({"dp_shard_size": parallelism.dp_shard_size} if strategy_of(accelerator) == "hsdp" else {}),
         "dtype": {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}[accelerator.mixed_precision],
         "activation_checkpointing": args.gradient_checkpointing or _fsdp_checkpoints(accelerator),
         "patched": not args.no_patch,

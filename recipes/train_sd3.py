@@ -51,7 +51,7 @@ from training_loop import init_trackers, run_micro_step, run_steps, say_start
 from validation import make_held_out_loss
 from validation_pictures import check_validation, encode_prompts, make_validation_pictures
 
-from adaptiveload_hf import BucketConfig, make_accelerator
+from adaptiveload_hf import make_accelerator
 from adaptiveload_hf.buckets.sources import load_prepared
 from adaptiveload_hf.distributed import all_ranks_fail_together
 from adaptiveload_hf.errors import exit_on_user_error
@@ -104,7 +104,7 @@ def train(accelerator, args):
     sizes = column_sizes(dataset, transformer_config)
     drop_captions = make_caption_dropout(args.proportion_empty_prompts, args.dataset, args.seed)
     repository = find_repository(accelerator, args)
-    bucket_config = BucketConfig.from_pretrained(bucket_config_for(accelerator, args, dataset))
+    bucket_config = bucket_config_for(accelerator, args, dataset)
     loader, total_steps = make_loader(accelerator, args, dataset, bucket_config, checkpoint)
 
     prompts = encode_prompts(accelerator, args, sizes["prompt_embeds"][0]) if args.validation_prompt else None

@@ -54,7 +54,7 @@ from wan_training import (
     normalize,
 )
 
-from adaptiveload_hf import BucketConfig, make_accelerator
+from adaptiveload_hf import make_accelerator
 from adaptiveload_hf.buckets.sources import load_prepared
 from adaptiveload_hf.distributed import all_ranks_fail_together
 from adaptiveload_hf.errors import exit_on_user_error
@@ -109,7 +109,7 @@ def train(accelerator, args):
     statistics = latent_statistics(args, *filter(None, (dataset, held_out)))
     drop_captions = make_caption_dropout(args.proportion_empty_prompts, args.dataset, args.seed)
     repository = find_repository(accelerator, args)
-    bucket_config = BucketConfig.from_pretrained(bucket_config_for(accelerator, args, dataset))
+    bucket_config = bucket_config_for(accelerator, args, dataset)
     loader, total_steps = make_loader(accelerator, args, dataset, bucket_config, checkpoint)
 
     prompts = encode_prompts(accelerator, args, sizes["prompt_embeds"][0]) if args.validation_prompt else None

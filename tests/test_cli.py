@@ -1,5 +1,7 @@
 """Do the commands print tables on stdout, words on stderr, and one plain line for every mistake?"""
 
+import contextlib
+import io
 import json
 import re
 import sys
@@ -10,9 +12,10 @@ from pathlib import Path
 import pytest
 from support.full_disk import files_of_at_most
 from support.measured import COST, make_config, measure, save_dataset
-from support.training_logs import write_log
+from support.training_logs import tokens_of, write_log
 
 from adaptiveload_hf import BucketConfig, cli
+from adaptiveload_hf.environment import save_setup
 
 ROOT = Path(__file__).parent.parent
 COUNTS = {"1x60x104": 300, "5x60x104": 90, "13x60x104": 40, "21x60x104": 30}
@@ -110,6 +113,45 @@ def test_fit_from_a_log_writes_a_config_that_plans_within_what_ran(run, files):
     for wrong in ((), ("measurements.jsonl", "--from-log", "log.jsonl")):
         status, _, err = run("fit", *wrong, "--output", "refitted")
         assert status == 2 and "give either MEASUREMENTS or --from-log LOG" in err
+
+
+def test_fit_takes_the_geometry_of_a_log_from_its_set_up_or_options_and_guesses_none(run, files):
+    longer = files / "longer"
+    longer.mkdir()
+    fit = ("fit", "--from-log", "longer/metrics.jsonl", "--output", "longer/refitted")
+    write_log(longer / "metrics.jsonl", COST, steps=60, tokens=lambda shape: tokens_of(shape) + 333)
+    assert "but patch size 1x2x2 and 0 text tokens make" in run(*fit)[2]
+    assert run(*fit, "--text-tokens", "333")[0] == 0
+    save_setup(longer, {"class": "Tiny", "patch_size": [1, 2, 2], "text_tokens": 333}, {"gpu": "A", "world_size": 8})
+    assert run(*fit)[0] == 0
+    config = BucketConfig.from_pretrained(longer / "refitted")
+    assert (config.model["class"], config.geometry.text_tokens) == ("Tiny", 333)
+    assert config.environment == {"gpu": "A", "world_size": 2, "gradient_accumulation_steps": 2}
+    for options in (("--text-tokens", "0"), ("--patch-size", "1x1x1")):
+        assert f"{options[0]} is {options[1]}, but the set-up beside the file says " in run(*fit, *options)[2]
+    write_log(longer / "metrics.jsonl", COST, steps=60, tokens=None)
+    assert run(*fit)[0] == 0, "the set-up says them"
+    (longer / "run_setup.json").unlink()
+    assert "says how many tokens its shapes have, by which laws are fitted" in run(*fit)[2]
+    assert run(*fit, "--patch-size", "1x2x2")[0] == 0
+
+
+def test_data_of_another_vae_than_the_config_is_refused(run, files):
+    config = make_config()
+    config = BucketConfig(**{**config.config, "model": {**config.model, "vae_scale": [4, 16]}}, measurements=measure())
+    config.save_pretrained(files / "ti2v")
+    plan = ("plan", "ti2v", "--world-size", "4")
+    said = "stands for 4 frames and 8 pixels, but for the config's model for 4 frames and 16 pixels. Prepare"
+    assert said in run(*plan, "--dataset", "prepared")[2]
+    (files / "scanned.json").write_text(json.dumps({"shapes": COUNTS, "vae_scale": [4, 8]}))
+    assert said in run(*plan, "--shapes", "scanned.json")[2]
+    assert "81x960x1664" in run(*plan, "--shapes", "shapes.json")[1]
+
+
+def test_a_stdout_that_is_no_file_gets_the_table(run, monkeypatch):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert run(*PLAN)[0] == 0
+    assert out.getvalue() == run(*PLAN)[1]
 
 
 def test_fit_beside_a_config_keeps_its_model_and_environment_and_names_a_bad_line(run, files):

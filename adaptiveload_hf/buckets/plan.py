@@ -188,6 +188,7 @@ def make_plan(
     check_balance(balance)
     limits = {"m_mem_tokens": m_mem_tokens, "token_budget": token_budget}
     _check_arguments(shape_counts, policy, memory_limit_gib, batch_sizes, limits)
+    _check_followed(policy, target_seconds, memory_limit_gib, limits)
     shapes = tuple(sorted(shape_counts))
     geometry = geometry or TokenGeometry()
     tokens = np.array([geometry.tokens(shape) for shape in shapes], dtype=np.int64)
@@ -243,6 +244,20 @@ def _check_arguments(shape_counts, policy, memory_limit_gib, batch_sizes, limits
         raise UserError(f"A number of tokens is whole and at least 1, or None, but found {', '.join(wrong)}.")
     if not isinstance(batch_sizes, Mapping | None):
         raise UserError(f"batch_sizes is {{shape: B}} such as {{'21x60x104': 1}}, but found {batch_sizes!r}.")
+
+
+def _check_followed(policy, target_seconds, memory_limit_gib, limits) -> None:
+    found = {
+        "target_seconds": policy in ("dual", "equal_time") or target_seconds == "auto",
+        "token_budget": policy == "equal_token" or limits["token_budget"] is None,
+        "m_mem_tokens": memory_limit_gib is None or limits["m_mem_tokens"] is None,
+    }
+    if idle := [name for name, followed in found.items() if not followed]:
+        raise UserError(
+            f"Nothing would follow {', '.join(idle)}: policies 'dual' and 'equal_time' have target_seconds, "
+            f"'equal_token' has token_budget, and m_mem_tokens holds where there is no memory_limit_gib. Found policy "
+            f"{policy!r}. Leave out what it does not have."
+        )
 
 
 def _check_counts(work: Workload) -> None:

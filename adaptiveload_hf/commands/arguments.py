@@ -34,10 +34,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 
 
 class Samples(NamedTuple):
-    """Samples by `LatentShape`, and the frames and pixels that one latent stands for."""
+    """Samples by `LatentShape`, and the frames and pixels that one latent stands for, if it is said."""
 
     counts: dict
-    vae_scale: tuple
+    vae_scale: tuple | None
 
 
 def load(config, dataset, shapes, revision):
@@ -48,14 +48,27 @@ def load(config, dataset, shapes, revision):
     if (dataset is None) == (shapes is None):
         raise typer.BadParameter("give either --dataset DATASET or --shapes FILE")
     loaded = BucketConfig.from_pretrained(config, revision=revision)
+    known = tuple(loaded.model.get("vae_scale", ()))
     if dataset is None:
-        return loaded, read_samples(shapes)
+        samples = read_samples(shapes)
+        return loaded, _of_one_vae(samples._replace(vae_scale=samples.vae_scale or known or (4, 8)), known, shapes)
     found = scan(dataset)
     for problem in found.problems:
         say(f"not counted: {problem}")
     if found.kind == "clips and pictures":
         say("clips and pictures are counted in the largest shape that they fill; prepare them before training")
-    return loaded, Samples(found.counts, found.vae_scale)
+    return loaded, _of_one_vae(Samples(found.counts, found.vae_scale), known, dataset)
+
+
+def _of_one_vae(samples, known, source):
+    """The samples, refused if their shapes are of another VAE than that of the config's model."""
+    if known and samples.vae_scale != known:
+        here, there = (f"{frames} frames and {pixels} pixels" for frames, pixels in (samples.vae_scale, known))
+        raise UserError(
+            f"A latent of {source} stands for {here}, but for the config's model for {there}. Prepare the data with "
+            "that model (recipes/prepare_dataset.py), or give a config of the model they are for."
+        )
+    return samples
 
 
 def read_samples(path):
@@ -72,17 +85,18 @@ def read_samples(path):
     except (ValueError, RecursionError) as error:
         raise UserError(f'{path} is no JSON ({error}). It must read like {{"21x60x104": 120}}.') from None
     scanned = counts if isinstance(counts, dict) and "shapes" in counts else {"shapes": counts}
-    counts, scale = scanned["shapes"], scanned.get("vae_scale", [4, 8])
+    counts, scale = scanned["shapes"], scanned.get("vae_scale", ())
     if not isinstance(counts, dict) or not counts:
         raise UserError(f'{path} must hold a JSON object with shapes, such as {{"21x60x104": 120}}.')
-    if not (isinstance(scale, list) and len(scale) == 2 and all(type(n) is int and 0 < n <= 1024 for n in scale)):
+    whole = isinstance(scale, list) and len(scale) == 2 and all(type(n) is int and 0 < n <= 1024 for n in scale)
+    if "vae_scale" in scanned and not whole:
         raise UserError(f"{path}: vae_scale is two whole numbers such as [4, 8], but is {scale!r}. Leave it out.")
     for shape, count in counts.items():
         if not isinstance(count, int) or isinstance(count, bool) or not 0 < count < 1 << 31:
             raise UserError(
                 f"{path}: the samples of {shape} must be a positive whole number, below 2^31, but are {count!r}."
             )
-    return Samples({LatentShape.parse(shape): count for shape, count in counts.items()}, tuple(scale))
+    return Samples({LatentShape.parse(shape): count for shape, count in counts.items()}, tuple(scale) or None)
 
 
 def ranks_of(config, world_size, gradient_accumulation_steps):

@@ -4,7 +4,7 @@ import types
 
 import pytest
 import torch
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
 from diffusers import SD3Transformer2DModel, WanTransformer3DModel
 from lora import add_lora
 from model_setup import (
@@ -18,10 +18,16 @@ from model_setup import (
 from safetensors.torch import load_file
 from support.accelerators import FSDP2, fresh_accelerate, one_rank
 from support.recipe_arguments import parse
+from support.worlds import on_ranks
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from wan_training import MODEL_CLASS, PIPELINE_CLASS
 
 from adaptiveload_hf import UserError, make_accelerator
+
+
+def environment_under(pipeline, sizes):
+    accelerator, args = make_accelerator(parallelism_config=ParallelismConfig(**sizes)), parse(pipeline)
+    return describe_run(accelerator, args, MODEL_CLASS, load_model_config(MODEL_CLASS, args))[1]
 
 
 def prepared(accelerator, args):
@@ -43,6 +49,14 @@ def test_a_run_describes_what_its_seconds_hold_for(small_pipeline):
     with fresh_accelerate(ACCELERATE_USE_CPU="true", ACCELERATE_DYNAMO_BACKEND="inductor"):
         assert describe_run(make_accelerator(), args, MODEL_CLASS, config)[1]["compiled"] is True
     assert (environment["gradient_accumulation_steps"], environment["lora"]) == (2, True)
+    assert "dp_shard_size" not in environment
+
+
+@pytest.mark.distributed
+def test_hsdp_is_described_with_the_ranks_it_shards_over(small_pipeline):
+    sizes = {"dp_replicate_size": 2, "dp_shard_size": 2}
+    for environment in on_ranks(4, environment_under, str(small_pipeline), sizes, **FSDP2):
+        assert (environment["strategy"], environment["world_size"], environment["dp_shard_size"]) == ("hsdp", 4, 2)
 
 
 @pytest.mark.parametrize(

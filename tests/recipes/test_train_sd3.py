@@ -21,6 +21,7 @@ from tiny_sd3 import save_tiny_sd3
 
 from adaptiveload_hf import BucketConfig, LatentShape, UserError, make_accelerator
 from adaptiveload_hf.buckets.sources import load_prepared
+from adaptiveload_hf.environment import read_setup
 
 COUNTS = {"1x4x4": 9, "1x4x8": 8, "1x8x8": 6}
 TEXT, POOLED = (77 + 8, 64), 40
@@ -131,6 +132,26 @@ def test_the_model_gets_one_frame_the_pooled_caption_and_the_time_as_its_pipelin
         velocity = make_predict(make_accelerator(), model, variant)(noisy, times, batch)
         expected = model(noisy[:, :, 0], batch["prompt_embeds"], batch["pooled_prompt_embeds"], times).sample
     assert torch.equal(velocity, expected[:, :, None])
+
+
+def test_a_run_keeps_what_a_law_can_be_fitted_to_its_log_by(setup, full):
+    config, kept = BucketConfig.from_pretrained(setup.folder / "bucket_config"), read_setup(setup.folder)
+    assert {**config.model, "base_model": str(setup.pipeline)} == kept["model"]
+    assert (kept["model"]["text_tokens"], kept["model"]["vae_scale"]) == (TEXT[0], [4, 8])
+    assert kept["environment"]["strategy"] == "single"
+    for line in full:
+        for micro_batch in (each for micro_step in line["micro_batches"] for each in micro_step):
+            assert micro_batch["tokens"] == config.geometry.tokens(LatentShape.parse(micro_batch["shape"]))
+
+
+def test_a_bucket_config_of_captions_of_another_length_is_refused(setup, tmp_path):
+    sizes = dict.fromkeys(COUNTS, 1)
+    counted = BucketConfig.from_flops(setup.pipeline / "transformer", batch_sizes=sizes, text_tokens=9)
+    counted.save_pretrained(tmp_path / "counted")
+    said = r"of another geometry \(model text_tokens: measured with 9, here 85\)"
+    with pytest.raises(UserError, match=said):
+        train_here(setup, tmp_path / "run", recipe="train_sd3", bucket_config=tmp_path / "counted")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_what_sd3_cannot_take_is_refused(setup, tmp_path):

@@ -52,7 +52,8 @@ class CountedConfig:
     cost_model = COST
 
     def plan(self, shape_counts, **options):
-        return make_plan(shape_counts, self.cost_model, **{"target_seconds": 0.2, **options})
+        limit = {} if options.get("policy") == "fixed" else {"target_seconds": 0.2}
+        return make_plan(shape_counts, self.cost_model, **{**limit, **options})
 
 
 class NumberedRows:
