@@ -11,7 +11,7 @@ from support.measured import BATCH_SIZES, ENVIRONMENT, fit_config, make_config, 
 
 from adaptiveload_hf import BucketConfig, BucketDataLoader, index_shapes
 
-SIZES = [[1, 60, 104]] * 20 + [[21, 60, 104]] * 5
+SIZES = [[1, 60, 104]] * 20 + [[21, 60, 104]] * 50
 HERE = {**ENVIRONMENT, "strategy": "single"}
 
 
@@ -21,7 +21,7 @@ def said():
         with fresh_accelerate(), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             BucketDataLoader(
-                NumberedRows(25), config, accelerator=Accelerator(cpu=cpu), shapes=index_shapes(SIZES), **options
+                NumberedRows(70), config, accelerator=Accelerator(cpu=cpu), shapes=index_shapes(SIZES), **options
             )
         return [str(each.message) for each in caught if each.filename == __file__]
 
@@ -41,7 +41,7 @@ def test_a_plan_that_fits_where_it_was_measured_is_used_without_a_word(said):
 
 
 def test_batch_sizes_over_the_memory_limit_are_said(said):
-    over = {"batch_sizes": {"21x60x104": 500}}
+    over = {"batch_sizes": {"21x60x104": 50}}
     assert said(make_config(HERE), **over) == ["Over the memory limit: 21x60x104."]
     (unknown,) = said(fit_config(measure(memory=False), environment={}), **over)
     assert unknown.endswith("tokens, and these may not: 21x60x104.")
@@ -70,7 +70,7 @@ def test_other_ranks_than_the_main_process_say_nothing(said, monkeypatch):
 def test_a_checkpoint_of_a_plan_with_risks_is_plain_values():
     with fresh_accelerate(), pytest.warns(UserWarning, match="No memory model"):
         loader = BucketDataLoader(
-            NumberedRows(25), counted(), accelerator=Accelerator(cpu=True), shapes=index_shapes(SIZES)
+            NumberedRows(70), counted(), accelerator=Accelerator(cpu=True), shapes=index_shapes(SIZES)
         )
     assert any(type(finding) is not str for finding in loader.plan.findings)
     assert {type(finding) for finding in loader.plan.to_dict()["findings"]} == {str}

@@ -28,6 +28,15 @@ def test_an_option_that_nothing_follows_is_refused(options, named):
         make_plan(COUNTS, COST, world_size=2, **options)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"policy": "equal_token"}, {"target_seconds": 2.0}, {"samples_per_step": 0}, {"samples_per_step": "many"}],
+)
+def test_samples_per_step_beside_what_it_cannot_steer_is_refused(options):
+    with pytest.raises(UserError, match="samples_per_step is a number above 0 by which policy 'dual' chooses"):
+        make_plan(COUNTS, COST, world_size=2, **{"samples_per_step": 20, **options})
+
+
 def test_an_option_that_its_policy_has_is_followed():
     sizes = {}
     for name, options in {
