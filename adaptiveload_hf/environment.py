@@ -96,7 +96,7 @@ def refuse_other_geometry(measured: dict[str, Any], here: dict[str, Any]) -> Non
     if different := model_differences(measured, here, _GEOMETRY_KEYS):
         raise UserError(
             f"The bucket config is of a model of another geometry ({'; '.join(different)}), and by its tokens samples "
-            "are weighed and batch sizes set. Measure this model, or fit the log of a run of it."
+            "are weighed and batch sizes set. Measure this model, count it with its text tokens, or fit a run's log."
         )
 
 

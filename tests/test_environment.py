@@ -67,7 +67,7 @@ def test_a_model_of_another_geometry_is_refused_with_what_differs(facts, words):
     same = {"class": "Other", "config_hash": "f", "patch_size": [1, 2, 2], "text_tokens": 0, "vae_scale": [4, 8]}
     refuse_other_geometry(config.model, same)
     refuse_other_geometry({key: same[key] for key in ("patch_size", "text_tokens")}, same)
-    with pytest.raises(UserError, match=f"of another geometry {words}, .*Measure this model, or fit the log of a run"):
+    with pytest.raises(UserError, match=f"of another geometry {words}, .*Measure this model, count it"):
         refuse_other_geometry(config.model, {**same, **facts})
 
 
