@@ -16,7 +16,7 @@ from ..errors import UserError
 from .forwards import BACKENDS, MARK
 from .onlookers import no_hooks_on
 from .ops import OPS
-from .projections import project, project_heads
+from .projections import is_tested_lora, project, project_heads
 from .queries import queries_keys_values
 from .runtime import NORM_OPS, FusedOps
 from .source import LeftEager, running_source
@@ -339,6 +339,14 @@ def install(module: nn.Module, backend: str) -> str | None:
     wrapper = (AdaptiveLoadJointAttnProcessor if joint else AdaptiveLoadAttnProcessor)(processor, backend=backend)
     wrapper.installed_by_patch = vars(module)[MARK] = True
     module.processor = wrapper
+    return None
+
+
+def unknown_lora(module: nn.Module) -> str | None:
+    """Why LoRA linears of a wrapped attention run as PEFT has them, one by one: the tests know another PEFT's."""
+    for linear in (each for each in module.modules() if hasattr(each, "lora_A")):
+        if not is_tested_lora(type(linear), type(linear).forward):
+            return f"its LoRA layers ({type(linear).__qualname__}) run as PEFT wrote them: the tests cover other code"
     return None
 
 

@@ -105,8 +105,10 @@ def patched(model: nn.Module, **options: Any) -> Iterator[PatchReport]:
         model, options: those of `patch_model`.
 
     Raises:
-        UserError: as `patch_model` does.
+        UserError: as `patch_model` does; or the model is patched already, which the end of the block would undo.
     """
+    if any(MARK in vars(module) for each in _models_of(model) for module in each.modules()):
+        raise UserError("patched() found a model that is patched already. Run the block without it, or unpatch first.")
     report = patch_model(model, **options)
     try:
         yield report
@@ -130,7 +132,7 @@ def _patch(module: nn.Module, report: PatchReport, names: frozenset[str], backen
             called = rewritten_forward(base, *facts, names, backend, verify)
             report.add(called, f"the forward of {owner.__name__} calls it, and the class's own answers")
     if attention.op_of(module) in names:
-        report.add_attention(owner, attention.install(module, backend))
+        report.add_attention(owner, attention.install(module, backend), note=attention.unknown_lora(module))
 
 
 def _owner(module: nn.Module) -> type | None:

@@ -76,10 +76,13 @@ class PatchReport:
         else:
             row.refusals.update([refusal] if refusal else [f"{s.text}: {s.reason}" for s in forward.sites])
 
-    def add_attention(self, owner: type, refusal: str | None) -> None:
-        """Count one self-attention of a class; `refusal` says why its processor was not wrapped."""
+    def add_attention(self, owner: type, refusal: str | None, note: str | None = None) -> None:
+        """Count one self-attention of a class; `refusal` says why its processor was not wrapped, `note` what keeps a
+        wrapped one from being faster."""
         row = self._rows.setdefault(f"{owner.__module__}.{owner.__qualname__}", _Row())
         row.attention_found += 1
+        if note is not None:
+            row.notes[note] += 1
         if refusal is None:
             row.attention_fused += 1
             self.instances_patched += 1

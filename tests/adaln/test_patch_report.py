@@ -7,12 +7,13 @@ import torch
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.normalization import AdaLayerNormZero
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel, WanTransformerBlock
+from peft import LoraConfig
 from support.compositions import fused_ops
 from support.tiny_models import tiny_inputs, tiny_model
 from torch import nn
 
 from adaptiveload_hf import UserError, patch_model, patched, unpatch_model
-from adaptiveload_hf.adaln import extension, forwards, ops
+from adaptiveload_hf.adaln import attention, extension, forwards, ops
 from adaptiveload_hf.adaln import patch as patch_module
 
 
@@ -188,6 +189,22 @@ def test_the_context_manager_unpatches_even_after_an_error():
         assert report.instances_patched == 7  # two blocks of two attentions, and the whole
         raise ZeroDivisionError
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_the_context_manager_refuses_a_model_that_it_would_leave_unpatched():
+    model = tiny_model("wan")
+    patch_model(model)
+    with pytest.raises(UserError, match="patched already"), patched(model):
+        pass
+    assert "forward" in vars(model.blocks[0])
+
+
+def test_lora_that_the_tests_do_not_cover_is_said_to_run_as_peft_wrote_it(monkeypatch):
+    model = tiny_model("wan")
+    model.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_k"]))
+    assert "LoRA" not in str(patch_model(model))
+    monkeypatch.setattr(attention, "is_tested_lora", lambda cls, _: False)
+    assert "WanAttention: its LoRA layers (Linear) run as PEFT wrote them" in str(patch_model(model))
 
 
 def test_a_bare_module_is_patched_as_well():
