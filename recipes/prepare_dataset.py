@@ -13,7 +13,7 @@ what is missing. docs/data.md describes the folder, the rules and the dataset.
 import argparse
 import json
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -31,12 +31,12 @@ from prepared_shards import (
     compact,
     find_stored,
     make_index,
-    only_run,
     open_earlier,
     read_tensors,
     replace_dataset,
 )
 from resolution_buckets import Bucket, automatic_buckets, parse_buckets
+from run_folder import only_run
 from safetensors import safe_open
 from safetensors.torch import save
 from sample_plan import Planned, look_through, plan_samples, read_sample
@@ -122,7 +122,7 @@ def prepare(args: argparse.Namespace, accelerator):
     if (args.instance_data_root is None) == (args.dataset_name is None):
         raise UserError("Give either --instance_data_root, a folder, or --dataset_name, a dataset of the Hub.")
     buckets = parse_buckets(args.video_resolution_buckets, family.grid)
-    with only_run(args.output_dir) if accelerator.is_main_process else nullcontext():
+    with only_run(accelerator, args.output_dir, "start one run on several GPUs with `accelerate launch`"):
         encode_dataset(args, accelerator, family, fps, buckets)
 
 

@@ -5,14 +5,12 @@ process appends to a shard, and whatever ends it leaves all whole members to be 
 index: a row for every sample, which says where its tensors lie. Shards that no row needs are removed at the end.
 """
 
-import fcntl
 import os
 import shutil
 import tarfile
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -89,25 +87,6 @@ def read_content(output_dir: Path, place: Stored) -> bytes:
     with open(output_dir / place.path, "rb") as stream:
         stream.seek(place.offset)
         return stream.read(place.size)
-
-
-@contextmanager
-def only_run(output_dir: Path):
-    """Holds the output folder, so that no second run writes there at the same time.
-
-    Raises:
-        UserError: another run does.
-    """
-    output_dir.mkdir(parents=True, exist_ok=True)
-    with open(output_dir / "prepare.lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"Another prepare_dataset.py is writing to {output_dir}. Wait for it, or give another --output_dir. "
-                "To use several GPUs, start one run with `accelerate launch`."
-            ) from None
-        yield
 
 
 def open_earlier(output_dir: Path, root: str, files: Iterable[str], overwrite: bool) -> datasets.Dataset | None:

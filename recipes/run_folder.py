@@ -14,10 +14,13 @@ from adaptiveload_hf import UserError
 
 
 @contextmanager
-def only_run(accelerator: Accelerator, output_dir: Path) -> Iterator[None]:
-    """Makes and holds the folder, so that no second run, such as a requeued job's, spoils the checkpoints of this one.
+def only_run(accelerator: Accelerator, output_dir: Path, otherwise: str) -> Iterator[None]:
+    """Makes and holds the folder, so that no second run, such as a requeued job's, spoils what this one writes.
 
     The lock ends with the process, however that ends; workers that it has forked do not hold it.
+
+    Args:
+        otherwise: what else than to wait one may do, in the words of a refusal.
 
     Raises:
         UserError: another run holds it, or it cannot be made.
@@ -38,8 +41,8 @@ def only_run(accelerator: Accelerator, output_dir: Path) -> Iterator[None]:
         except (BlockingIOError, PermissionError):
             lock.seek(0)
             raise UserError(
-                f"another run ({lock.read()}) is writing to {output_dir}. Wait for it, stop it with `touch "
-                f"{output_dir / 'STOP'}`, or give another --output_dir."
+                f"another run ({lock.read()}) is writing to {output_dir}. Wait for it, {otherwise}, or give another "
+                "--output_dir."
             ) from None
         except OSError as error:  # some cluster file systems are mounted without locks
             print(f"{output_dir} cannot be locked ({error}): start no second run into it", file=sys.stderr, flush=True)

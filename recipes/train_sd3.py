@@ -80,7 +80,8 @@ def main():
         log_with=None if args.report_to == "none" else args.report_to,
         project_config=ProjectConfiguration(args.output_dir, logging_dir=Path(args.output_dir, args.logging_dir)),
     )
-    with all_ranks_fail_together(accelerator), only_run(accelerator, Path(args.output_dir)):
+    otherwise = f"stop it with `touch {Path(args.output_dir, 'STOP')}`"
+    with all_ranks_fail_together(accelerator), only_run(accelerator, Path(args.output_dir), otherwise):
         train(accelerator, args)
         accelerator.wait_for_everyone()
     accelerator.end_training()

@@ -5,8 +5,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import checkpoints
@@ -17,6 +15,7 @@ from checkpoints import keep_metrics_until
 from safetensors.torch import load_file
 from support.accelerators import fresh_accelerate
 from support.full_disk import files_of_at_most
+from support.held_folder import folder_of_another_run
 from support.prepared import save_prepared
 from support.train_ranks import COUNTS, save_small_transformer, train_here
 from torch.distributed.checkpoint.api import CheckpointException
@@ -223,16 +222,12 @@ def test_an_output_dir_that_is_a_file_is_named(setup, tmp_path):
 
 
 def test_a_second_run_into_the_same_folder_is_refused_while_the_first_lives(setup, tmp_path):
-    holder = "import fcntl, sys; lock = open(sys.argv[1], 'a+'); fcntl.lockf(lock, fcntl.LOCK_EX); "
-    holder += "print('process 7 on it', file=lock, end='', flush=True); print('held', flush=True); sys.stdin.read()"
-    command = [sys.executable, "-c", holder, str(tmp_path / ".run.lock")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
-        assert first.stdout.readline() == b"held\n"
-        with pytest.raises(UserError, match=r"another run \(process 7 on it\) is writing to .*touch \S+STOP"):
-            train_here(setup, tmp_path)
-        first.kill()
-        first.wait()
-        train_here(setup, tmp_path, max_train_steps=1)
+    refused = pytest.raises(
+        UserError, match=r"another run \(process 7 on it\) is writing to .*touch \S+STOP`, or give"
+    )
+    with folder_of_another_run(tmp_path), refused:
+        train_here(setup, tmp_path)
+    train_here(setup, tmp_path, max_train_steps=1)
 
 
 def test_a_folder_that_cannot_be_locked_is_written_to_with_a_word(tmp_path, monkeypatch, capsys):
@@ -240,7 +235,7 @@ def test_a_folder_that_cannot_be_locked_is_written_to_with_a_word(tmp_path, monk
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(run_folder.fcntl, "lockf", refuse)
-    with fresh_accelerate(ACCELERATE_USE_CPU="true"), run_folder.only_run(make_accelerator(), tmp_path):
+    with fresh_accelerate(ACCELERATE_USE_CPU="true"), run_folder.only_run(make_accelerator(), tmp_path, ""):
         assert f"{tmp_path} cannot be locked ([Errno 37] No locks available): start no" in capsys.readouterr().err
 
 

@@ -1,5 +1,6 @@
 """Does preparing survive kill -9, a full disk, other runs, damaged shards and many processes?"""
 
+import errno
 import fcntl
 import os
 import signal
@@ -16,6 +17,7 @@ import sample_plan
 from PIL import Image
 from support.clips import moving_bar, write_clip
 from support.full_disk import files_of_at_most
+from support.held_folder import folder_of_another_run
 from support.launch import ROOT, command_of, environment_of
 from support.preparing import BUCKETS, arguments_of, report_of, rows_of, run
 
@@ -102,12 +104,26 @@ def test_a_full_disk_ends_the_run_with_a_message_and_the_next_goes_on(
 
 def test_a_second_run_into_the_same_folder_is_refused(root, tmp_path, monkeypatch, tiny_pipeline):
     output = tmp_path / "out"
-    with prepared_shards.only_run(output):
-        with pytest.raises(SystemExit, match=r"Another prepare_dataset.py is writing to .*out\. Wait for it"):
+    with folder_of_another_run(output):
+        with pytest.raises(
+            SystemExit, match=r"another run \(process 7 on it\) is writing to .*out\. Wait for it, start"
+        ):
             run(monkeypatch, root, output, tiny_pipeline)
-        assert [path.name for path in output.iterdir()] == ["prepare.lock"]
-    with open(output / "prepare.lock") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert [path.name for path in output.iterdir()] == [".run.lock"]
+    run(monkeypatch, root, output, tiny_pipeline)
+
+
+def test_a_folder_on_a_file_system_without_locks_is_prepared_into_with_a_word(
+    root, tmp_path, monkeypatch, tiny_pipeline, capsys
+):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    run(monkeypatch, root, tmp_path / "out", tiny_pipeline)
+    assert "out cannot be locked ([Errno 37] No locks available): start no second run" in capsys.readouterr().err
+    assert len(load_prepared(tmp_path / "out")) == 16
 
 
 def test_looking_through_is_kept_even_if_it_does_not_end(root, tmp_path, monkeypatch, tiny_pipeline):
