@@ -345,7 +345,7 @@ def parse_args() -> argparse.Namespace:
     add(
         "--overwrite",
         action="store_true",
-        help="replace a dataset in output_dir that is not of these files, or not of this version of the recipe",
+        help="replace a dataset in output_dir most of whose files are gone, or of an earlier version of the recipe",
     )
     return parser.parse_args()
 

@@ -99,7 +99,7 @@ def open_earlier(output_dir: Path, root: str, files: Iterable[str], overwrite: b
         overwrite: whether any other dataset may be replaced.
 
     Raises:
-        UserError: the dataset has none of these files, or is not of this recipe.
+        UserError: most of the dataset's files are not among these, or it is not of this recipe.
     """
     folder, replaced = output_dir / "dataset", output_dir / "unfinished" / "replaced"
     if replaced.exists() and not folder.exists():
@@ -114,10 +114,13 @@ def open_earlier(output_dir: Path, root: str, files: Iterable[str], overwrite: b
             f"{folder} is not of this version of the recipe, which cannot tell what in it is up to date. Give another "
             "--output_dir, or --overwrite to encode everything anew."
         )
-    if not overwrite and set(dataset["file"]).isdisjoint(files):
+    earlier = set(dataset["file"])
+    gone = earlier.difference(files)
+    if not overwrite and 2 * len(gone) > len(earlier):
         raise UserError(
-            f"{folder} has {len(dataset)} samples, but not one of their files can be used in {root}. Give another "
-            "--output_dir, or --overwrite to replace them."
+            f"{folder} has samples of {len(earlier)} files, but {len(gone)} of them cannot be used in {root} "
+            f"(such as {min(gone)}), and what was encoded of them would be removed. Is all of it mounted? Give "
+            "another --output_dir, or --overwrite to remove them."
         )
     return dataset
 

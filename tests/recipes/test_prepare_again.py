@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import fingerprints
 import prepare_dataset
@@ -66,9 +67,9 @@ class Preparing:
             notes.clear()
         run(self.monkeypatch, self.root, output or self.output, self.pipeline, *words, **self.options)
 
-    def expect(self, *, looked=(), encoded=(), captions=(), kept=0, added=0, redone=None, removed=None):
+    def expect(self, *arguments, looked=(), encoded=(), captions=(), kept=0, added=0, redone=None, removed=None):
         """Prepares again; what it did and reports must be this, and no weights are loaded that it does not need."""
-        self.run()
+        self.run(*arguments)
         assert (sorted(self.looked), sorted(self.encoded)) == (sorted(looked), sorted(encoded))
         assert [text for text in self.captions if text] == list(captions)
         assert self.loaded == (["text"] if self.captions else []) + (["vae"] if encoded else [])
@@ -203,7 +204,7 @@ def test_shards_that_are_mostly_of_no_use_any_more_are_written_anew_without_enco
         (root / name).unlink()
     before = sum(path.stat().st_size for path in (preparing.output / "shards").iterdir())
     gone = dict.fromkeys(("a.mp4", "sub/a.mp4", "b.bmp"), "it is not in the folder any more")
-    preparing.expect(kept=2, removed=gone)
+    preparing.expect("--overwrite", kept=2, removed=gone)
     assert sum(path.stat().st_size for path in (preparing.output / "shards").iterdir()) < before / 2
     preparing.is_as_if_made_anew()
 
@@ -226,6 +227,17 @@ def test_a_file_that_changes_while_it_is_encoded_is_refused_and_taken_the_next_t
     preparing.expect(looked=["c.png"], encoded=["c.png"], captions=["caption of c"], kept=4, added=1)
 
 
+def test_a_folder_that_has_lost_most_of_its_files_costs_no_encoded_sample(preparing, root, tmp_path):
+    preparing.run()
+    for name in EVERYTHING[:3]:
+        (root / name).rename(tmp_path / Path(name).name)
+    with pytest.raises(SystemExit, match=r"5 files, but 3 of them cannot be used .* Is all of it mounted\?"):
+        preparing.run()
+    assert load_prepared(preparing.output)["file"][:] == EVERYTHING
+    preparing.run("--overwrite")
+    assert load_prepared(preparing.output)["file"][:] == EVERYTHING[3:]
+
+
 def test_a_dataset_of_other_files_or_without_fingerprints_is_only_replaced_when_asked_to(preparing, root, tmp_path):
     save_prepared(preparing.output, {"1x4x6": 2})
     with pytest.raises(
@@ -242,7 +254,7 @@ def test_a_dataset_of_other_files_or_without_fingerprints_is_only_replaced_when_
     (root / "b.bmp").rename(other / "other.bmp")
     preparing.root = other
     with pytest.raises(
-        SystemExit, match=r"has 5 samples, but not one of their files can be used in .*other\. Give another"
+        SystemExit, match=r"has samples of 5 files, but 5 of them cannot be used in .*other \(such as a"
     ):
         preparing.run()
     assert len(load_prepared(preparing.output)) == 5
