@@ -50,18 +50,19 @@ class Family:
     first_frame: bool = False
 
 
-def find_family(pipeline: str) -> Family:
+def find_family(pipeline: str, revision: str | None = None) -> Family:
     """Reads a pipeline's family from the configs of its VAE and transformer alone.
 
     Args:
         pipeline: folder or Hub id.
+        revision: branch, tag or commit of the Hub id.
 
     Raises:
         UserError: no such pipeline, or neither Wan nor SD3.
     """
     try:
-        vae = AutoencoderKLWan.load_config(pipeline, subfolder="vae")
-        transformer = WanTransformer3DModel.load_config(pipeline, subfolder="transformer")
+        vae = AutoencoderKLWan.load_config(pipeline, subfolder="vae", revision=revision)
+        transformer = WanTransformer3DModel.load_config(pipeline, subfolder="transformer", revision=revision)
     except OSError as error:
         raise UserError(f"{pipeline} must be the folder or Hub id of a Wan or SD3 pipeline: {error}") from error
     found = (vae.get("_class_name"), transformer.get("_class_name"))

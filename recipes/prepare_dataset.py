@@ -116,7 +116,7 @@ def save_empty_prompt(path: Path, tensors: dict[str, torch.Tensor], prompt_rows:
 def prepare(args: argparse.Namespace, accelerator):
     """Does the whole work; the arguments are those of the command line."""
     fps = parse_fps(args.fps)
-    family = find_family(args.pretrained_model_name_or_path)
+    family = find_family(args.pretrained_model_name_or_path, args.revision)
     if args.max_sequence_length is None:
         args.max_sequence_length = family.max_sequence_length
     if (args.instance_data_root is None) == (args.dataset_name is None):
@@ -192,7 +192,7 @@ def encode_dataset(args, accelerator, family: Family, fps: Fraction, buckets: li
     if buckets is None:
         buckets = automatic_buckets([found.footage for found in seen], family.grid, largest)
     with accelerator.main_process_first():
-        folder = pipeline_folder(args.pretrained_model_name_or_path, family)
+        folder = pipeline_folder(args.pretrained_model_name_or_path, family, args.revision)
     plan = None
     if accelerator.is_main_process:
         plan = make_plan(args, family, folder, partial(plan_samples, seen, listing, buckets, fps), records, listing)
@@ -323,6 +323,7 @@ def parse_args() -> argparse.Namespace:
     add("--caption_column", default="text", help="column of captions, of either (default: %(default)s)")
     add("--output_dir", type=Path, required=True, help="folder for dataset/, shards/ and a report")
     add("--pretrained_model_name_or_path", required=True, help="folder or Hub id of a Wan or SD3 pipeline")
+    add("--revision", help="branch, tag or commit of the Hub id; train with the same one")
     add("--fps", default="16", help="frames per second to sample, as 23.976 or 30000/1001 (default: %(default)s)")
     add(
         "--video_resolution_buckets",

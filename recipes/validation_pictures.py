@@ -45,7 +45,7 @@ def encode_prompts(accelerator: Accelerator, args, text_tokens: int) -> list[dic
     """
 
     def encode_all():
-        family = find_family(args.pretrained_model_name_or_path)
+        family = find_family(args.pretrained_model_name_or_path, args.revision)
         folder = pipeline_folder(args.pretrained_model_name_or_path, family, args.revision)
         # CLIP's 77 rows come first.
         encode = load_text_encoder(folder, family, accelerator.device, torch.bfloat16, text_tokens - 77)

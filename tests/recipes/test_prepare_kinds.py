@@ -4,14 +4,17 @@ import datasets
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline, WanImageToVideoPipeline
+from encoders import find_family
 from media import crop_to_fill
 from PIL import Image
 from safetensors.torch import load_file
 from support.clips import decode_all, moving_bar, write_clip
+from support.hub_server import OWNER, Repository, visited_hub
 from support.preparing import report_of, run, tensor_of
 from tiny_sd3 import save_tiny_sd3
 from tiny_wan import save_tiny_wan, tiny_wan
 
+from adaptiveload_hf import UserError
 from adaptiveload_hf.buckets.collate import collate_prepared
 from adaptiveload_hf.buckets.sources import load_prepared
 
@@ -171,3 +174,13 @@ def test_a_video_folder_is_read_through_datasets_without_decoding(root, tmp_path
         listing = unpack_dataset(str(folder), None, None, "text", tmp_path / "media")
         assert listing.captions == {"00000000.mp4": "a bar"}
         assert (tmp_path / "media/00000000.mp4").resolve() == folder / "clip.mp4"
+
+
+def test_a_pipeline_is_read_at_its_revision(tiny_pipeline, tmp_path, monkeypatch):
+    configs = {part: tiny_pipeline / part / "config.json" for part in ("vae", "transformer")}
+    with visited_hub(monkeypatch, tmp_path) as hub:
+        pipeline = hub.repositories[f"{OWNER}/wan"] = Repository(branches={"main": 0, "v2": 0})
+        pipeline.add({f"{part}/config.json": path.read_bytes() for part, path in configs.items()}, "v2")
+        assert find_family(f"{OWNER}/wan", "v2").vae == "AutoencoderKLWan"
+        with pytest.raises(UserError, match="must be the folder or Hub id of a Wan or SD3 pipeline"):
+            find_family(f"{OWNER}/wan")
