@@ -103,3 +103,12 @@ def out_of_memory(
     smaller = {**(batch_sizes or {}), shape: max(1, int(0.8 * batch_size))}
     words = [f"{name}={size}" for name, size in smaller.items()]
     return UserError(f"{said}Go on with a smaller batch there:\n{resume_command(batch_sizes=words)}")
+
+
+def validation_out_of_memory(accelerator, step: int) -> UserError:
+    """What to say when a step is trained, but too little memory is left to validate it."""
+    return UserError(
+        f"out of memory on rank {accelerator.process_index} in the validation of step {step}. Go on with a smaller "
+        "--validation_resolution, without --validation_prompt, or with smaller samples in --validation_dataset:\n"
+        f"{resume_command()}"
+    )

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from checkpoints import named_if_not_written, save_checkpoint
 from data_setup import parse_batch_sizes
-from stopping import out_of_memory, resume_command, stop_requests
+from stopping import out_of_memory, resume_command, stop_requests, validation_out_of_memory
 from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 
@@ -70,7 +70,11 @@ def run_steps(accelerator: Accelerator, args, model, loader, scheduler, run, tot
                 # Last: it may run out of memory, or take longer than who asked to stop will wait.
                 if finished or (step % args.validation_steps == 0 and not stop):
                     for validate in validators:
-                        if validated := _finite(validate(step)):
+                        try:
+                            validated = _finite(validate(step))
+                        except torch.OutOfMemoryError:
+                            raise validation_out_of_memory(accelerator, step) from None
+                        if validated:
                             _complete(accelerator, output_dir, metrics, validated)
                             metrics |= validated
                 if stop or finished:

@@ -218,6 +218,18 @@ def test_out_of_memory_names_rank_bucket_and_sizes_and_a_command_that_goes_on(se
     assert max(b["batch_size"] for m in metrics for step in m["micro_batches"] for b in step) <= max(most, 2)
 
 
+def test_out_of_memory_in_a_validation_names_it_and_keeps_the_checkpoint_of_its_step(setup, tmp_path, monkeypatch):
+    def validate(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(train_wan, "make_held_out_loss", lambda *_: validate)
+    options = ("--validation_dataset", setup.dataset, "--validation_steps", 2)
+    with pytest.raises(UserError, match="out of memory on rank 0 in the validation of step 2") as caught:
+        train_here(setup, tmp_path / "run", *options, checkpointing_steps=2)
+    assert "--resume_from_checkpoint latest" in str(caught.value)
+    assert (tmp_path / "run" / "checkpoint-2").is_dir()
+
+
 def test_a_resume_command_replaces_options_and_keeps_the_others(monkeypatch):
     monkeypatch.setattr(
         "sys.argv",
