@@ -1,10 +1,12 @@
 """What does a micro-batch of a given shape look like to the model, when nothing but its size matters?"""
 
+import json
 import sys
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from shared_work import on_main
 
 from adaptiveload_hf import LatentShape
 from adaptiveload_hf.preflight import preflight
@@ -13,6 +15,9 @@ _AS_LATENT = ("latent", "image_latent")  # these have the micro-batch's own shap
 # Length of a caption where no dataset says otherwise.
 _WAN_TEXT_TOKENS = 512
 _SD3_TEXT_TOKENS = 77 + 256  # CLIP and T5
+
+# Options that a preflight does not depend on, or that are not to be written.
+_NOT_TRIED = {"resume_from_checkpoint", "max_train_steps", "num_train_epochs", "hub_token"}
 
 
 def column_sizes(dataset, transformer_config: dict) -> dict[str, list[int]]:
@@ -62,16 +67,26 @@ def make_random_batches(sizes: dict[str, list[int]], device: torch.device):
 
 
 def try_buckets(
-    accelerator: Accelerator, output_dir: Path, sizes: dict, run, plan, model, optimizer, scheduler
+    accelerator: Accelerator, args, environment: dict, sizes: dict, run, plan, model, optimizer, scheduler
 ) -> None:
     """The preflight of a training run: its own micro-step on random micro-batches of each bucket, and a checkpoint.
 
+    A resumed run leaves it out if one with the same options, environment and plan has passed it in this folder.
+
     Args:
-        output_dir: of the run.
+        environment: of `describe_run`.
         sizes: of `column_sizes`.
         run: (batch) -> what `run_micro_step` returns.
         plan: the loader's.
     """
+    output_dir = Path(args.output_dir)
+    options = {name: str(value) for name, value in vars(args).items() if name not in _NOT_TRIED}
+    passing = json.dumps({"options": options, "environment": environment, "plan": plan.to_dict()}, sort_keys=True)
+    passed = output_dir / "preflight.json"
+    if args.resume_from_checkpoint and on_main(accelerator, lambda: passed.exists() and passed.read_text() == passing):
+        if accelerator.is_main_process:
+            print(f"preflight: passed before, as {passed} says", file=sys.stderr, flush=True)
+        return
     random_batch = make_random_batches(sizes, accelerator.device)
 
     def run_micro_step(shape: LatentShape, batch_size: int) -> torch.Tensor:
@@ -88,3 +103,4 @@ def try_buckets(
     )
     if accelerator.is_main_process:
         print(report, file=sys.stderr, flush=True)
+        passed.write_text(passing)

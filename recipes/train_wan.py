@@ -137,7 +137,7 @@ def train(accelerator, args):
         return run_micro_step(accelerator, model, optimizer, scheduler, losses, batch, args.max_grad_norm)
 
     if not args.no_preflight:
-        try_buckets(accelerator, output_dir, sizes, run, loader.plan, model, optimizer, scheduler)
+        try_buckets(accelerator, args, environment, sizes, run, loader.plan, model, optimizer, scheduler)
     validators = []
     if held_out is not None:
         validators.append(make_held_out_loss(accelerator, held_out, loader, flow, held_out_losses))

@@ -42,8 +42,11 @@ def test_a_run_that_measures_first_and_tries_its_buckets_is_the_one_with_the_fin
     assert timeless(begun) == timeless(given)
 
     monkeypatch.setattr(benchmark_shapes, "benchmark", None)  # would fail if it measured again
-    resumed = train_here(setup, run, "--resume_from_checkpoint", "latest", preflight=True, max_train_steps=6)
-    assert len(resumed) == 6
+    resume = ("--resume_from_checkpoint", "latest")
+    assert len(train_here(setup, run, *resume, preflight=True, max_train_steps=6)) == 6
+    assert "preflight: passed before, as" in capsys.readouterr().err
+    train_here(setup, run, *resume, "--max_grad_norm", 2, preflight=True, max_train_steps=7)
+    assert "buckets, the worst" in capsys.readouterr().err
 
 
 def test_a_transformer_config_and_a_file_of_shapes_are_enough(setup, tmp_path, monkeypatch, capsys):
