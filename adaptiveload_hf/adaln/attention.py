@@ -26,8 +26,8 @@ from .source import LeftEager, running_source
 TESTED_PROCESSORS = {"13c09feedcfe814a", "a000dc173c7fbf59", "be927e58ea7fba80"}
 # Of what calls the projections for them.
 TESTED_PROJECTIONS = {"657bbdb508a6c612", "6dae2bf5f7fabf98"}
-# Of diffusers' attention dispatch, and of its backend that calls PyTorch's attention.
-TESTED_DISPATCH, TESTED_NATIVE = {"cd20137f05eb6b2b"}, {"73da793fdffd52d9"}
+# Of diffusers' attention dispatch (the second is 0.41.0's), and of its backend that calls PyTorch's attention.
+TESTED_DISPATCH, TESTED_NATIVE = {"cd20137f05eb6b2b", "39d8d5983a78d41b"}, {"73da793fdffd52d9"}
 
 # Those of SD3, Flux and HunyuanVideo, which norm each head by itself, and what turns queries and keys of the last two.
 TESTED_JOINT_PROCESSORS = {

@@ -88,7 +88,7 @@ def test_the_tested_processors_are_those_installed():
 
 
 def test_the_tested_dispatch_of_attention_is_the_one_installed():
-    assert {running_source(attention_dispatch.dispatch_attention_fn).digest} == TESTED_DISPATCH
+    assert running_source(attention_dispatch.dispatch_attention_fn).digest in TESTED_DISPATCH
     assert {running_source(attention_dispatch._native_attention).digest} == TESTED_NATIVE
 
 
