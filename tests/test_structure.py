@@ -64,7 +64,8 @@ LAYERS = [
     {"adaln.ops", "buckets.sampler", "config", "distributed", "report", "restart", "scan"},
     {"adaln.queries", "buckets.loader"},
     {"adaln.forwards", "benchmark", "monitor", "preflight"},
-    {"adaln.attention", "adaln.patch_report"},
+    {"adaln.attention"},
+    {"adaln.patch_report"},
     {"adaln.patch"},
     {"commands.arguments"},
     {

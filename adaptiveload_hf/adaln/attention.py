@@ -342,11 +342,18 @@ def install(module: nn.Module, backend: str) -> str | None:
     return None
 
 
-def unknown_lora(module: nn.Module) -> str | None:
-    """Why LoRA linears of a wrapped attention run as PEFT has them, one by one: the tests know another PEFT's."""
+def as_written(module: nn.Module) -> str | None:
+    """What a wrapped attention leaves as somebody wrote it because the tests know other code, if there is such."""
+    processor = module.processor
+    if not isinstance(processor, AdaptiveLoadAttnProcessor):
+        return None
     for linear in (each for each in module.modules() if hasattr(each, "lora_A")):
         if not is_tested_lora(type(linear), type(linear).forward):
             return f"its LoRA layers ({type(linear).__qualname__}) run as PEFT wrote them: the tests cover other code"
+    helpers = processor._tested_call.__globals__
+    for name, tested in (("_get_qkv_projections", TESTED_PROJECTIONS), ("dispatch_attention_fn", TESTED_DISPATCH)):
+        if is_stock(processor.stock) and _digest(helpers[name]) not in tested:
+            return f"its processor calls {name} as it would unpatched: the tests cover other code"
     return None
 
 

@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 # Relative L2 difference allowed between a rewritten and an original forward: a few roundings of each dtype.
@@ -28,14 +31,20 @@ class Verdict(Enum):
     EQUAL = "first call was equal"
     DIFFERS = "first call differed"
     UNKNOWN = "first call could not be compared"
+    SPREAD = "not compared: ranks meet inside"
 
 
-LEFT_ALONE = (Verdict.DIFFERS, Verdict.UNKNOWN)  # the original runs
+LEFT_ALONE = (Verdict.DIFFERS, Verdict.UNKNOWN, Verdict.SPREAD)  # the original runs
 _FINDINGS = {
     Verdict.DIFFERS: "differs from the original, which runs instead. Please report this class.",
     Verdict.UNKNOWN: (
         "could not be compared with the original, which runs instead: the first call gave no finite numbers, or no "
         "plain tensors. patch_model(model, verify='never') runs it all the same."
+    ),
+    Verdict.SPREAD: (
+        "was not compared with the original, which runs instead: ranks wait for each other inside it (submodules are "
+        "sharded, or attention is parallel), and a comparison could make some wait more often than others. Call the "
+        "model once on each rank before it is spread, or patch_model(model, verify='never')."
     ),
 }
 
@@ -73,11 +82,9 @@ def _run_checked(module: nn.Module, rewritten, args: tuple, kwargs: dict):
 
 @torch.no_grad()
 def _compare(module: nn.Module, rewritten, args: tuple, kwargs: dict) -> Verdict:
-    """Run both forwards on copies of the inputs, with the same random numbers and the same state.
-
-    Both run whatever the first gives, and never again: where a submodule is sharded, ranks wait for each other in each
-    run, and a rank with other numbers must not run more often.
-    """
+    """Run both forwards on copies of the inputs, with the same random numbers and the same state."""
+    if _ranks_meet_in(module):  # one of them may have settled this class before, alone, and runs it once
+        return Verdict.SPREAD
     original = _run_aside(rewritten.original, module, args, kwargs)
     fused = _run_aside(rewritten.function, module, args, kwargs)
     if any(t.is_meta for t in original):
@@ -88,6 +95,18 @@ def _compare(module: nn.Module, rewritten, args: tuple, kwargs: dict) -> Verdict
         return Verdict.DIFFERS
     known = any(t.is_floating_point() and bool(t.isfinite().any()) for t in original)
     return Verdict.EQUAL if known else Verdict.UNKNOWN
+
+
+def _ranks_meet_in(module: nn.Module) -> bool:
+    """Whether ranks wait for each other inside a module's forward: for its submodules' shards, numbers or tokens."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return False
+    _, *inner = module.modules()
+    return any(
+        isinstance(each, (FSDPModule, FullyShardedDataParallel, nn.SyncBatchNorm))
+        or getattr(getattr(each, "processor", None), "_parallel_config", None) is not None
+        for each in inner
+    ) or any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in module.parameters())  # DeepSpeed's shards
 
 
 def _run_aside(forward: Callable, module: nn.Module, args: tuple, kwargs: dict) -> list[Tensor]:

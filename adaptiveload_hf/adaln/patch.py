@@ -132,7 +132,7 @@ def _patch(module: nn.Module, report: PatchReport, names: frozenset[str], backen
             called = rewritten_forward(base, *facts, names, backend, verify)
             report.add(called, f"the forward of {owner.__name__} calls it, and the class's own answers")
     if attention.op_of(module) in names:
-        report.add_attention(owner, attention.install(module, backend), note=attention.unknown_lora(module))
+        report.add_attention(module, owner, attention.install(module, backend))
 
 
 def _owner(module: nn.Module) -> type | None:

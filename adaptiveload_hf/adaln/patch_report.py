@@ -1,9 +1,13 @@
 """What did patch_model do to a model, and what did it leave?"""
 
+import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 
+from torch import nn
+
 from ..errors import UserError
+from . import attention
 from .first_call import LEFT_ALONE
 from .forwards import RewrittenForward
 
@@ -22,6 +26,7 @@ class _Row:
     refusals: Counter = field(default_factory=Counter)
     notes: Counter = field(default_factory=Counter)
     attention_found: int = 0
+    attentions: weakref.WeakSet = field(default_factory=weakref.WeakSet)
     attention_fused: int = 0
 
     def count(self, kind: str, *, fused: bool) -> int:
@@ -42,7 +47,8 @@ class _Row:
 
     @property
     def reasons(self) -> list[str]:
-        reasons = dict.fromkeys([*self.notes, *self.refusals])
+        as_written = filter(None, map(attention.as_written, self.attentions))  # LoRA may have come since
+        reasons = dict.fromkeys([*self.notes, *self.refusals, *as_written])
         for forward in self.patched:
             reasons.update((f"{site.text}: {site.reason}", None) for site in forward.sites if site.reason)
         return list(reasons)
@@ -76,14 +82,12 @@ class PatchReport:
         else:
             row.refusals.update([refusal] if refusal else [f"{s.text}: {s.reason}" for s in forward.sites])
 
-    def add_attention(self, owner: type, refusal: str | None, note: str | None = None) -> None:
-        """Count one self-attention of a class; `refusal` says why its processor was not wrapped, `note` what keeps a
-        wrapped one from being faster."""
+    def add_attention(self, module: nn.Module, owner: type, refusal: str | None) -> None:
+        """Count one self-attention of a class; `refusal` says why its processor was not wrapped."""
         row = self._rows.setdefault(f"{owner.__module__}.{owner.__qualname__}", _Row())
         row.attention_found += 1
-        if note is not None:
-            row.notes[note] += 1
         if refusal is None:
+            row.attentions.add(module)
             row.attention_fused += 1
             self.instances_patched += 1
         else:

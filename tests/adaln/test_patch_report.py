@@ -6,6 +6,7 @@ import pytest
 import torch
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.normalization import AdaLayerNormZero
+from diffusers.models.transformers import transformer_wan
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel, WanTransformerBlock
 from peft import LoraConfig
 from support.compositions import fused_ops
@@ -199,12 +200,26 @@ def test_the_context_manager_refuses_a_model_that_it_would_leave_unpatched():
     assert "forward" in vars(model.blocks[0])
 
 
-def test_lora_that_the_tests_do_not_cover_is_said_to_run_as_peft_wrote_it(monkeypatch):
+@pytest.mark.parametrize("lora_first", [True, False])
+def test_lora_that_the_tests_do_not_cover_is_said_to_run_as_peft_wrote_it(lora_first, monkeypatch):
     model = tiny_model("wan")
-    model.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_k"]))
-    assert "LoRA" not in str(patch_model(model))
+    if lora_first:
+        model.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_k"]))
+    report = patch_model(model)
+    if not lora_first:
+        model.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_k"]))
+    assert "LoRA" not in str(report)
     monkeypatch.setattr(attention, "is_tested_lora", lambda cls, _: False)
-    assert "WanAttention: its LoRA layers (Linear) run as PEFT wrote them" in str(patch_model(model))
+    assert "WanAttention: its LoRA layers (Linear) run as PEFT wrote them" in str(report)
+    unpatch_model(model)
+    assert "LoRA" not in str(report)
+
+
+@pytest.mark.parametrize("name", ["_get_qkv_projections", "dispatch_attention_fn"])
+def test_helpers_of_attention_that_the_tests_do_not_cover_are_said_to_be_called(name, monkeypatch):
+    original = getattr(transformer_wan, name)
+    monkeypatch.setattr(transformer_wan, name, lambda *args, **options: [*original(*args, **options)])
+    assert f"WanAttention: its processor calls {name} as it would unpatched" in str(patch_model(tiny_model("wan")))
 
 
 def test_a_bare_module_is_patched_as_well():
