@@ -235,6 +235,8 @@ class BucketDataLoader(DataLoaderStateMixin):
 
     def _note_update(self) -> None:
         """An optimizer has stepped: what was handed out is in the model."""
+        if not self.gradient_state.initialized:  # accelerate has forgotten this run, as notebooks make it do
+            return
         self._trained = self._position
         self._trains |= self.gradient_state.active_dataloader is self
 

@@ -162,6 +162,15 @@ def test_two_ranks_save_anywhere_and_three_go_on(tmp_path):
         assert rank == [[1] * sum(COUNTS)] * 2 * len(PLACES)
 
 
+def test_a_loader_of_a_run_that_accelerate_has_forgotten_does_not_disturb_another():
+    before = Run(accumulation=1)
+    next(iter(before.loader))
+    forget_run()
+    model = torch.nn.Linear(1, 1)
+    model(torch.ones(1)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+
+
 def test_a_loop_that_trains_nothing_goes_on_after_what_it_was_handed():
     forget_run()
     accelerator = Accelerator(cpu=True)
