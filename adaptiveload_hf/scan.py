@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .buckets.latent_files import is_passed_over
 from .buckets.shapes import LatentShape, read_shapes, shape_counts
 from .buckets.sources import load_latent_folder, load_prepared, load_tar_shards
 from .errors import UserError
@@ -99,7 +100,7 @@ def vae_scale_of_channels(channels: int) -> tuple[int, int]:
 def _files(root: Path, refuse=lambda path, words: None):
     """Paths of all files; `refuse` is told of folders that are passed over."""
     for folder, folders, names in os.walk(root, onerror=lambda error: refuse(Path(error.filename), error.strerror)):
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__MACOSX")
+        folders[:] = sorted(name for name in folders if not is_passed_over(name))
         for link in (path for path in (Path(folder, name) for name in folders) if path.is_symlink()):
             refuse(link, "it is a link to a folder, which is not followed")
         yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))

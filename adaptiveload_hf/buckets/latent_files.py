@@ -31,6 +31,14 @@ _DTYPES = {
 # musubi-tuner's keys: [varlen_]NAME[_FxHxW or _HxW][_DTYPE].
 _KEY = re.compile(rf"(varlen_)?(?P<name>.+?)(_(?P<size>(\d+x)?\d+x\d+))?(_({'|'.join(_DTYPES.values())}))?", re.DOTALL)
 
+# What operating systems and file servers keep beside the files: resource forks, thumbnails, deleted files.
+_NOT_SAMPLES = {"__MACOSX", "@eaDir", "#recycle", "#snapshot", "@Recycle", "$RECYCLE.BIN"}
+
+
+def is_passed_over(name: str) -> bool:
+    """Whether a folder or file of this name holds no samples, whatever lies in it: hidden, or of a system's own."""
+    return name.startswith(".") or name in _NOT_SAMPLES
+
 
 class StoredTensor(NamedTuple):
     """A tensor's place in a file.

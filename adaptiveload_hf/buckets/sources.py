@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import UserError
-from .latent_files import StoredTensor, load_pt_latent, name_tensors, name_text_tensors, read_header
+from .latent_files import StoredTensor, is_passed_over, load_pt_latent, name_tensors, name_text_tensors, read_header
 from .sample_rows import COLUMNS, Place, ReadSamples, keep_one_kind, make_place, make_table
 from .tar_index import open_index
 
@@ -147,8 +147,15 @@ def load_tar_shards(
         UserError: nothing usable there, or an argument that must be given.
     """
     _check_options(latent_normalized, prompt_length)
+    passed_over: list[str] = []
     if isinstance(shards, str | Path) and Path(shards).is_dir():
-        files = sorted(file for file in Path(shards).rglob("*.tar") if not file.name.startswith("."))
+        found = {file: file.relative_to(shards) for file in sorted(Path(shards).rglob("*.tar"))}
+        files = [file for file, name in found.items() if not any(map(is_passed_over, name.parts))]
+        passed_over = [
+            f"{name}: it is in a folder that is hidden or a system's own; not used"
+            for name in found.values()
+            if any(map(is_passed_over, name.parent.parts))
+        ]
     else:
         files = sorted(Path(shard) for shard in ([shards] if isinstance(shards, str | Path) else shards))
     if not files or not all(file.is_file() for file in files):
@@ -156,9 +163,10 @@ def load_tar_shards(
         raise UserError(f"Expected *.tar shards, or a folder with some, but found none at {missing}.")
     root = Path(os.path.commonpath([os.path.abspath(file.parent) for file in files]))
     dataset, problems = open_index(root, [Path(os.path.abspath(file)) for file in files], index)
+    problems = problems + passed_over
     if not len(dataset):
-        found = f"; {problems[0]}" if problems else ""
-        raise UserError(f"Expected samples KEY.latent.safetensors with KEY.json in {files[0]}, but found none{found}.")
+        words = f"; {problems[0]}" if problems else ""
+        raise UserError(f"Expected samples KEY.latent.safetensors with KEY.json in {files[0]}, but found none{words}.")
     return _with_tensors(dataset, root, latent_normalized, prompt_length, varlen=False), problems
 
 
@@ -194,6 +202,8 @@ def _find_samples(root: Path, names: list[str], problems: list[str]) -> tuple[li
     for name in names:
         try:
             name.encode()  # Arrow holds UTF-8 only
+            if any(map(is_passed_over, Path(name).parent.parts)):
+                raise UserError("it is in a folder that is hidden or a system's own; not used")
             if (root / name).exists() and not (root / name).is_file():  # a named pipe would be waited for
                 raise UserError("it is no file")
             if name.endswith(".pt"):

@@ -128,6 +128,9 @@ def whole_files(stream: BinaryIO, name: str, problems: list[str]) -> Iterator[ta
                     return
                 if member.isreg():
                     yield member
+                elif (member.islnk() or member.issym()) and member.name.endswith((_LATENT, _JSON)):
+                    said = f"{member.name} is a link to {member.linkname}, not a file; not used"
+                    problems.append(f"{name}: {said}. Pack it with `tar --dereference --hard-dereference`")
     except tarfile.TarError as error:
         problems.append(f"{name}: no uncompressed tar that can be read: {error}")
         return

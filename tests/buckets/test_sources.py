@@ -269,6 +269,15 @@ def test_latents_without_a_caption_and_captions_without_latents_are_named(tmp_pa
     ]
 
 
+def test_latents_in_folders_of_a_system_are_named_and_not_used(tmp_path):
+    for folder in ("sub", ".Trash-0/files", "@eaDir"):
+        save_musubi(tmp_path / folder, "a", latent())
+    dataset, problems = load_latent_folder(tmp_path, latent_normalized=True)
+    assert dataset.select_columns("file")["file"][:] == ["sub/a_0064x0064_wan.safetensors"]
+    said = "it is in a folder that is hidden or a system's own; not used"
+    assert problems == [f"{name}/a_0064x0064_wan.safetensors: {said}" for name in (".Trash-0/files", "@eaDir")]
+
+
 def test_a_name_that_is_not_utf8_is_named(tmp_path):
     save_file({"latent": latent()}, tmp_path / "good.safetensors")
     os.rename(tmp_path / "good.safetensors", os.fsencode(tmp_path) + b"/\xff.safetensors")

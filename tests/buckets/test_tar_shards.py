@@ -163,6 +163,36 @@ def test_members_of_a_plain_tar_command_are_found(tmp_path):
     assert batch_of(dataset, 0)["latent"].unique().tolist() == [3]
 
 
+def test_samples_that_tar_packed_as_links_are_named(tmp_path):
+    """As of files that are linked to each other: the second is in the tar as a name alone."""
+    for name, content in sample_members("a", latent()).items():
+        (tmp_path / name).write_bytes(content)
+        os.link(tmp_path / name, tmp_path / name.replace("a", "b", 1))
+        (tmp_path / name.replace("a", "c", 1)).symlink_to(name)
+    with tarfile.open(tmp_path / "0.tar", "w") as tar:
+        for path in sorted(tmp_path.glob("[abc].*")):
+            tar.add(path, path.name)
+    dataset, problems = load(tmp_path)
+    assert names(dataset) == ["0.tar/a"]
+    assert problems[0] == (
+        "0.tar: b.json is a link to a.json, not a file; not used. Pack it with `tar --dereference --hard-dereference`"
+    )
+    assert [problem.split(" is a link")[0] for problem in problems[1:]] == [
+        "0.tar: b.latent.safetensors",
+        "0.tar: c.json",
+        "0.tar: c.latent.safetensors",
+    ]
+
+
+def test_shards_in_folders_of_a_system_are_named_and_not_used(tmp_path):
+    for folder in (".", "sub", ".Trash-0", "#recycle"):
+        shard_of(tmp_path / folder / "0.tar", "a")
+    dataset, problems = load(tmp_path)
+    assert names(dataset) == ["0.tar/a", "sub/0.tar/a"]
+    said = "it is in a folder that is hidden or a system's own; not used"
+    assert problems == [f"#recycle/0.tar: {said}", f".Trash-0/0.tar: {said}"]
+
+
 def test_names_that_are_not_utf8_lose_no_sample_beside_them(tmp_path):
     members = sample_members("k", latent()) | sample_members("\udcff", latent(), told={})
     shard = save_shard(tmp_path / "0.tar", members)
