@@ -10,6 +10,7 @@ from pathlib import Path
 from metadata_rows import METADATA, read_rows
 from tqdm import tqdm
 
+from adaptiveload_hf.buckets.latent_files import is_passed_over
 from adaptiveload_hf.errors import UserError
 from adaptiveload_hf.scan import CLIP_SUFFIXES, STILL_SUFFIXES
 
@@ -53,7 +54,7 @@ def list_samples(root: Path, file_column: str = "file_name", caption_column: str
     if not root.is_dir():
         raise UserError(f"--instance_data_root must be a folder, but {root} is none.")
     listing = Listing()
-    files, tables = find_files(root, listing)
+    files, tables, texts = find_files(root, listing)
     if tables:
         rows, columns = read_metadata(root, tables, files, (file_column, caption_column), listing)
         if not rows:
@@ -65,7 +66,7 @@ def list_samples(root: Path, file_column: str = "file_name", caption_column: str
     else:
         rows, columns = dict.fromkeys(sorted(files)), set()
     for file, caption in rows.items():
-        add_sample(root, file, caption, listing)
+        add_sample(root, file, caption, texts.get(_stem(file)), listing)
     if columns - {file_column, caption_column} and not any(listing.captions.values()):
         raise UserError(
             f"{', '.join(tables)} in {root} gives no sample a {caption_column!r}, and no .txt does, but it has "
@@ -74,18 +75,26 @@ def list_samples(root: Path, file_column: str = "file_name", caption_column: str
     return listing
 
 
-def find_files(root: Path, listing: Listing) -> tuple[dict[str, None], list[str]]:
-    """All pictures and clips of a folder, and its metadata files; what is neither is counted or refused."""
-    files, tables = {}, []
+def _stem(file: str) -> str:
+    """By which a picture or clip and its .txt belong together; macOS stores names decomposed."""
+    return unicodedata.normalize("NFC", str(Path(file).with_suffix("")))
+
+
+def find_files(root: Path, listing: Listing) -> tuple[dict[str, None], list[str], dict[str, str]]:
+    """All pictures and clips of a folder, its metadata files, and its .txt by what they share with their picture.
+
+    What is none of these is counted or refused.
+    """
+    files, tables, texts = {}, [], []
 
     def refuse_folder(error):
         listing.refuse(Path(error.filename).relative_to(root).as_posix(), f"it cannot be read: {error.strerror}")
 
     for folder, folders, names in os.walk(root, onerror=refuse_folder):
         at = Path(folder).relative_to(root)
-        hidden = any(part.startswith(".") or part == "__MACOSX" for part in at.parts)
+        hidden = any(map(is_passed_over, at.parts))
         for name in folders:
-            if not hidden and not name.startswith(".") and os.path.islink(os.path.join(folder, name)):
+            if not hidden and not is_passed_over(name) and os.path.islink(os.path.join(folder, name)):
                 listing.refuse((at / name).as_posix(), "it is a link to a folder, which is not followed")
         for name in names:
             relative, suffix = (at / name).as_posix(), Path(name).suffix.lower()
@@ -100,11 +109,13 @@ def find_files(root: Path, listing: Listing) -> tuple[dict[str, None], list[str]
                         files[relative] = None
                 except UnicodeEncodeError:
                     listing.refuse(ascii(relative), "its name is not UTF-8; rename it")
-            elif name in METADATA:
+            elif name.lower() in METADATA:
                 tables.append(relative)
-            elif suffix != ".txt":
+            elif suffix == ".txt":
+                texts.append(relative)
+            else:
                 listing.other_files[ascii(suffix or name).strip("'")] += 1
-    return files, sorted(tables)
+    return files, sorted(tables), {_stem(text): text for text in sorted(texts)}  # of a.TXT and a.txt the latter
 
 
 def read_metadata(
@@ -153,13 +164,13 @@ def parse_row(row: dict, root: Path, folder: Path, files: dict, columns: tuple[s
     raise UserError(f"no picture or clip {name} is in the folder")
 
 
-def add_sample(root: Path, file: str, caption: str | None, listing: Listing):
-    """Takes a file with the caption of its row, or of the .txt beside it, into the listing."""
+def add_sample(root: Path, file: str, caption: str | None, text: str | None, listing: Listing):
+    """Takes a file with the caption of its row, or of the .txt beside it (`text`), into the listing."""
     try:
         if (root / file).stat().st_size == 0:
             raise UserError("it is empty (0 bytes)")
         if not (caption or "").strip():  # a CSV has empty fields for none
-            caption = read_caption_file(root / file)
+            caption = "" if text is None else read_caption_file(root / text)
         caption.encode()  # json can name half characters
     except UnicodeDecodeError:
         listing.refuse(file, "its .txt is not UTF-8; save it as UTF-8")
@@ -176,6 +187,6 @@ def add_sample(root: Path, file: str, caption: str | None, listing: Listing):
 
 
 def read_caption_file(path: Path) -> str:
-    """The text beside a picture or clip, empty if there is none."""
-    beside = [path.with_suffix(suffix) for suffix in (".txt", ".TXT")]
-    return next((text.read_text(encoding="utf-8-sig").strip() for text in beside if text.exists()), "")
+    if not path.is_file():  # a named pipe would be waited for
+        raise UserError("its .txt is no file that can be read")
+    return path.read_text(encoding="utf-8-sig").strip()

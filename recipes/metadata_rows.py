@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,8 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict | UserError]]:
     """Reads one metadata file.
 
     Args:
-        path: its name is one of METADATA. Text is UTF-8, with or without a byte order mark, with either line end.
+        path: its name, in lower case, is one of METADATA. Text is UTF-8, with or without a byte order mark, with
+            either line end.
 
     Yields:
         The line (in parquet: the row, from 1) and what stands there as a dict, or the UserError that says why it
@@ -27,17 +29,31 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict | UserError]]:
     Raises:
         UserError: nothing of the file can be read.
     """
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
+        yield from _parquet_rows(path)
+        return
     try:
-        if path.suffix == ".parquet":
-            yield from enumerate(pyarrow.parquet.read_table(path).to_pylist(), start=1)
-            return
         content = path.read_bytes()
-    except pyarrow.ArrowInvalid as error:
-        raise UserError(f"{path} is no whole parquet file: {error}") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise UserError(f"{path} is UTF-16. Save it as UTF-8.")
     content = content.removeprefix(b"\xef\xbb\xbf")
-    yield from _json_lines(content) if path.suffix == ".jsonl" else _csv_lines(content)
+    yield from _json_lines(content) if suffix == ".jsonl" else _csv_lines(path, content)
+
+
+def _parquet_rows(path: Path):
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path} is no whole parquet file: {error}") from error
+    for number in range(table.num_rows):
+        try:
+            (row,) = table.slice(number, 1).to_pylist()
+        except UnicodeDecodeError:  # Parquet keeps any bytes as text
+            row = UserError("it is not UTF-8; write the file anew from text that is")
+        yield number + 1, row
 
 
 def _json_lines(content: bytes):
@@ -53,12 +69,14 @@ def _json_object(line: bytes) -> dict | UserError:
         return UserError("it is not UTF-8; save the file as UTF-8")
     except json.JSONDecodeError as error:
         return UserError(f"it is not JSON, or cut short, at column {error.colno}")
+    except ValueError as error:  # a number of more digits than Python reads
+        return UserError(f"its JSON cannot be read: {error}")
     except RecursionError:
         return UserError("its JSON is nested too deeply")
     return row if isinstance(row, dict) else UserError("it must be a JSON object")
 
 
-def _csv_lines(content: bytes):
+def _csv_lines(path: Path, content: bytes):
     lines = csv.reader(io.StringIO(content.decode("utf-8", "surrogateescape"), newline=""), strict=True)
     header, begins = None, 1
     while True:
@@ -72,6 +90,9 @@ def _csv_lines(content: bytes):
             continue
         if fields and header is None:
             header = fields
+            twice = [name for name, count in Counter(fields).items() if name and count > 1]
+            if twice:  # which of them is meant?
+                raise UserError(f"{path} has more than one column {twice[0]!r}. Rename or remove the others.")
         elif fields and len(fields) != len(header):
             yield begins, UserError(f"it has {len(fields)} fields, but the first line has {len(header)}")
         elif fields and not "".join(fields).isascii() and not _is_utf8("".join(fields)):

@@ -79,6 +79,78 @@ def test_other_columns_are_read_when_they_are_named_and_asked_for_when_not(root)
         list_samples(root)
 
 
+def test_a_name_in_other_letters_or_another_form_is_not_passed_over(root):
+    """As a disk that knows no letter case, or macOS, may leave them: without captions nobody would notice."""
+    write(root / "sub/a.Txt", "from a camera")
+    Image.new("RGB", (8, 8)).save(root / "Cafe\u0301.png")
+    write(root / "Caf\u00e9.txt", "composed")
+    assert list_samples(root).captions == {
+        "Cafe\u0301.png": "composed",
+        "a.png": "",
+        "b.png": "",
+        "sub/a.png": "from a camera",
+    }
+    write(root / "METADATA.CSV", "file_name,text\na.png,one\n")
+    assert list_samples(root).captions == {"a.png": "one"}
+
+
+def test_folders_that_a_system_keeps_for_itself_hold_no_samples(root):
+    for name in ("@eaDir/a.png", "#recycle", "sub/$RECYCLE.BIN", ".Trash-0/files"):
+        (root / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(root / name / "thumbnail_or_deleted.png")
+    listing = list_samples(root)
+    assert set(listing.captions) == {"a.png", "b.png", "sub/a.png"}
+    assert (listing.hidden, listing.refused) == (4, [])
+
+
+def test_two_columns_of_one_name_are_refused_and_nameless_ones_not(root):
+    write(root / "metadata.csv", "file_name,text,text\na.png,one,\n")
+    with pytest.raises(UserError, match=r"metadata.csv has more than one column 'text'. Rename or remove the others"):
+        list_samples(root)
+    write(root / "metadata.csv", "file_name,text,,\na.png,one,,\n")
+    assert list_samples(root).captions == {"a.png": "one"}
+
+
+def test_a_number_too_long_to_read_and_text_that_is_no_utf8_cost_their_rows_alone(root):
+    rows = [f'{{"file_name": "a.png", "n": {"9" * 5000}}}', '{"file_name": "b.png", "text": "x"}']
+    write(root / "metadata.jsonl", "\n".join(rows))
+    table = pyarrow.table({"file_name": ["a.png", "sub/a.png"], "text": ["good", "BAD."]})
+    pyarrow.parquet.write_table(table, root / "metadata.parquet", use_dictionary=False)
+    content = (root / "metadata.parquet").read_bytes()
+    (root / "metadata.parquet").write_bytes(content.replace(b"BAD.", b"BAD\xff"))
+    listing = list_samples(root)
+    assert listing.captions == {"b.png": "x", "a.png": "good"}
+    found = refused(listing)
+    assert found["metadata.jsonl:1"].startswith("its JSON cannot be read: Exceeds the limit (4300 digits)")
+    assert found["metadata.parquet:2"] == "it is not UTF-8; write the file anew from text that is"
+
+
+@pytest.mark.parametrize("at", [0.2, 0.6])
+def test_a_damaged_parquet_file_is_named(root, at):
+    table = pyarrow.table({"file_name": [f"{n}.png" for n in range(1000)]})
+    pyarrow.parquet.write_table(table, root / "metadata.parquet")
+    content = bytearray((root / "metadata.parquet").read_bytes())
+    place = int(at * len(content))
+    content[place : place + 400] = bytes(400)
+    (root / "metadata.parquet").write_bytes(content)
+    with pytest.raises(UserError, match=r"metadata.parquet is no whole parquet file: "):
+        list_samples(root)
+
+
+def test_a_metadata_file_that_cannot_be_read_is_named(root):
+    (root / "metadata.csv").symlink_to("nowhere.csv")
+    with pytest.raises(UserError, match=r"metadata.csv cannot be read: No such file or directory"):
+        list_samples(root)
+
+
+def test_a_text_that_is_no_file_is_not_waited_for(root):
+    os.mkfifo(root / "a.txt")
+    (root / "b.txt").symlink_to("nowhere.txt")
+    listing = list_samples(root)
+    assert list(listing.captions) == ["sub/a.png"]
+    assert set(refused(listing).values()) == {"its .txt is no file that can be read"}
+
+
 def test_a_text_beside_the_file_is_its_caption_in_either_case_and_where_the_row_has_none(root):
     write(root / "a.TXT", "from DOS\r\n")
     write(root / "sub/a.txt", "beside")
