@@ -13,7 +13,7 @@ from resolution_buckets import Bucket, Footage
 
 from adaptiveload_hf.errors import UserError
 
-RECIPE = 3  # to be raised when media.py or the encoder makes something else of the same input
+RECIPE = 4  # to be raised when media.py or the encoder makes something else of the same input
 LATENT = ("content", "frames", "bucket", "vae", "recipe")
 REASONS = {
     "content": "its content",

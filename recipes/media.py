@@ -236,26 +236,34 @@ def _pillow_errors():
 
 
 @_pillow_errors()
-def to_rgb(picture: Image.Image) -> Image.Image:
+def to_rgb(picture: Image.Image, depth: int = 8) -> Image.Image:
     """Turns a picture upright by its EXIF orientation and converts any mode to RGB, transparency over white.
 
     Args:
         picture: as Pillow opened it.
+        depth: bits of a tone in the file. Pillow leaves the tone that is transparent as it is there.
 
     Returns:
         An RGB picture.
 
     Raises:
-        UserError: tones of 32 bits, which have no stated range.
+        UserError: tones of 32 bits, which have no stated range, or a transparent colour of 16 bits.
     """
     picture = ImageOps.exif_transpose(picture)
     if picture.mode in ("I", "F"):
         raise UserError(
             f"its tones have 32 bits (mode {picture.mode}) and no stated range; convert it to 8 or 16 bits"
         )
+    key = picture.info.get("transparency")
     if picture.mode.startswith("I;16"):
+        tones = np.asarray(picture)
+        alpha = np.where(tones == key, 0, 255) if isinstance(key, int) else np.full_like(tones, 255)
         # Pillow's own conversion clips tones at 255, which makes nearly all of them white.
-        picture = Image.fromarray((np.asarray(picture) / 257).round().astype(np.uint8))
+        picture = Image.fromarray(np.stack([(tones / 257).round(), alpha], axis=-1).astype(np.uint8))
+    elif depth != 8 and picture.mode == "L" and isinstance(key, int):
+        picture.info["transparency"] = key * 255 // (2**depth - 1)
+    elif depth == 16 and picture.mode == "RGB" and isinstance(key, tuple):
+        raise UserError("one colour of 16 bits is transparent, which Pillow cannot tell; convert it to 8 bits")
     if picture.has_transparency_data:
         picture = picture.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", picture.size, BACKGROUND), picture).convert("RGB")
@@ -273,14 +281,23 @@ def _still_frames(path: Path):
     with picture:
         if picture.format == "TIFF" and count > 1:
             raise UserError(f"it has {count} pages; save each as a file of its own")
-        seconds = Fraction(0)
-        for index in range(count if picture.format in ANIMATED_FORMATS else 1):
+        seconds, depth = Fraction(0), _depth(path)
+        # The first picture of an animated PNG may be for viewers that cannot show the others, and is none of them.
+        first = 1 if picture.info.get("default_image") else 0
+        for index in range(first, count if picture.format in ANIMATED_FORMATS else 1):
             with _pillow_errors():
                 picture.seek(index)
                 picture.load()  # WebP and AVIF tell a frame's duration only then
-            yield Frame(seconds, Fraction(1), partial(to_rgb, picture))
+            yield Frame(seconds, Fraction(1), partial(to_rgb, picture, depth))
             # As browsers do, a frame without a duration is shown for 100 ms.
             seconds += Fraction(picture.info.get("duration") or 100) / 1000
+
+
+def _depth(path: Path) -> int:
+    """Bits of a tone of a PNG; 8 of any other file."""
+    with open(path, "rb") as stream:
+        head = stream.read(25)
+    return head[24] if head.startswith(b"\x89PNG") and len(head) == 25 else 8
 
 
 def _clip_frames(path: Path):

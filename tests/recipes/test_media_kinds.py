@@ -1,6 +1,8 @@
 """Are pictures of every mode shown in their right tones, and are files that are not whole refused with a reason?"""
 
 import io
+import struct
+import zlib
 from fractions import Fraction
 
 import av
@@ -57,6 +59,29 @@ def test_transparent_palette_and_tone_keys_show_white(tmp_path):
     assert (pixels_of(saved(tmp_path / "c.png", Image.new("L", (16, 16), 7), transparency=7)) == 255).all()
 
 
+def png_of_one_tone(path, depth, key, colour=False):
+    """A grey or RGB PNG of 16 x 16 whose tones all are `key`, which is transparent, or one more."""
+    channels, bits = 3 if colour else 1, "".join(f"{tone:0{depth}b}" for tone in [key, key + 1] * 8)
+    row = b"\0" + bytes(int(bits[at : at + 8], 2) for at in range(0, len(bits), 8)) * channels
+    chunks = [(b"IHDR", struct.pack(">IIBBBBB", 16, 16, depth, 2 * colour, 0, 0, 0))]
+    chunks += [(b"tRNS", struct.pack(">H", key) * channels), (b"IDAT", zlib.compress(row * 16)), (b"IEND", b"")]
+    content = [struct.pack(">I", len(c)) + name + c + struct.pack(">I", zlib.crc32(name + c)) for name, c in chunks]
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(content))
+    return path
+
+
+@pytest.mark.parametrize(("depth", "key"), [(2, 1), (4, 5), (8, 77), (16, 30000)])
+def test_a_transparent_tone_of_any_depth_shows_white_and_its_neighbour_not(tmp_path, depth, key):
+    found = pixels_of(png_of_one_tone(tmp_path / "a.png", depth, key))
+    assert (found[:, ::2] == 255).all()
+    assert (found[:, 1::2] == round((key + 1) * 255 / (2**depth - 1))).all()
+
+
+def test_a_transparent_colour_of_sixteen_bits_is_refused(tmp_path):
+    path = png_of_one_tone(tmp_path / "a.png", 16, 30000, colour=True)
+    assert refusal(path) == "one colour of 16 bits is transparent, which Pillow cannot tell; convert it to 8 bits"
+
+
 @pytest.mark.parametrize("suffix", [".png", ".tif"])
 def test_sixteen_bit_tones_become_the_nearest_of_eight_bits(tmp_path, suffix):
     tones = np.linspace(0, 65535, 256, dtype=np.uint16).reshape(16, 16)
@@ -102,6 +127,17 @@ def test_an_animated_picture_is_a_clip_with_its_own_durations(tmp_path, suffix):
     sample = media.read(path, footage, media.Bucket(9, 16, 16)).astype(int)
     expected = np.array([0, 0, 80, 80, 80, 80, 160, 160, 240])[:, None, None, None]
     assert np.abs(sample - expected).max() <= 3
+
+
+def test_the_picture_that_an_animated_png_has_for_other_viewers_is_no_frame_of_it(tmp_path):
+    shades = [Image.new("RGB", (32, 32), (tone, tone, tone)) for tone in (200, 0, 80)]
+    options = {"save_all": True, "default_image": True, "duration": 125}
+    path = saved(tmp_path / "a.png", shades[0], append_images=shades[1:], **options)
+    footage = media.look(path, FPS, 100)
+    assert footage.source_frames == (0, 0, 1, 1)
+    assert media.read(path, footage, media.Bucket(3, 16, 16))[:, 0, 0, 0].tolist() == [0, 0, 80]
+    still = saved(tmp_path / "still.png", shades[0], append_images=shades[2:], **options)
+    assert not media.look(still, FPS, 100).moving and (pixels_of(still) == 80).all()
 
 
 # Clips: colour
