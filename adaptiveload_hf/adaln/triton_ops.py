@@ -217,6 +217,7 @@ def _cut(
     chunk_rows = max(_FEWEST_ROWS, -(-segment_rows * batch * segments // (programs * processors)))
     chunks = -(-segment_rows // chunk_rows)
     options = {"D": width, "TILE": tile, "STAGES": stages, "num_warps": warps}
+    options["enable_fp_fusion"] = True  # multiply and add in one: no default from Triton 3.10 on
     options |= {"GATE_PER_TOKEN": gate_per_token, "NORM_PER_TOKEN": norm_per_token}
     return SimpleNamespace(
         programs=batch * segments * chunks,

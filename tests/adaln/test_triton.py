@@ -14,6 +14,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 ROWS = {"x": ("*bf16", "i32", "i32"), "m": ("*fp32", "i32", "i32")}
 SIZES = ("tokens", "segments", "segment_rows", "chunks", "chunk_rows", "gate_rows", "norm_rows")
 OPTIONS = {"D": 600, "TILE": 512, "CENTER": True, "HEAD": 0, "GATE_PER_TOKEN": False, "STAGES": 3}
+LAUNCH = {"num_warps": 2, "enable_fp_fusion": True}
 # scale, shift, weight, bias, tables: all but bias
 NORM = (ROWS["m"], ROWS["m"], "*fp32", None, "*fp32", "*fp32", "fp32", "fp32")
 
@@ -44,7 +45,7 @@ def compile_for_hopper(kernel, types, options):
         elif found is None:
             constants.setdefault(name, None)
     source = ASTSource(kernel, signature=signature, constexprs=constants)
-    return compile_kernel(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 2}).asm["ptx"]
+    return compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=LAUNCH).asm["ptx"]
 
 
 @needs_triton
