@@ -190,6 +190,9 @@ def test_the_learning_rate_and_options_of_the_command_count_and_not_the_checkpoi
     assert "lr 0.0 as given, not the checkpoint's 0.001\nbetas (0.9, 0.5) as given, not the" in said
     before, after = (load_file(run / f"checkpoint-{step}" / "model.safetensors") for step in (2, 3))
     assert all(torch.equal(before[name], after[name]) for name in before)
+    decayed = ("--lr_scheduler", "linear")  # another schedule of another rate, for all the steps that are left
+    metrics = train_here(setup, run, *LATEST, *decayed, max_train_steps=6, learning_rate=0.5)
+    assert [line["learning_rate"] for line in metrics[3:]] == pytest.approx([0.5 / 3, 0.5 / 6, 0.0])
 
 
 def test_a_checkpoint_without_a_scale_of_the_loss_is_refused_in_fp16(run):

@@ -78,7 +78,9 @@ def test_a_sample_is_made_with_the_shift_that_its_size_is_trained_with():
             seen.append(timestep.item())
             return torch.zeros_like(noisy)
 
+        before = torch.random.get_rng_state()
         sample_latents(predict, flow, {}, {}, (16, 2, height, 4), "cpu", asked)
+        assert torch.equal(torch.random.get_rng_state(), before), "a sample must not move the training"
         return seen
 
     assert timesteps(flow(3.0, shift_size=2 * 4 * 4), 16) == timesteps(flow(6.0), 16) != timesteps(flow(3.0), 16)

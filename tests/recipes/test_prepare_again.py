@@ -1,5 +1,6 @@
 """Does preparing again redo exactly what an edit affects, and does it survive being stopped anywhere?"""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -166,6 +167,19 @@ def test_other_buckets_fps_and_weights_redo_what_they_change(preparing):
     reason = "changed: the text encoder or its options"
     preparing.expect(captions=CAPTIONS[:-1], redone=dict.fromkeys(files, reason))
     preparing.is_as_if_made_anew()
+
+
+def test_options_of_the_captions_and_a_transformer_that_takes_the_first_frame_redo_what_they_change(preparing):
+    preparing.run()
+    reason = dict.fromkeys(EVERYTHING, "changed: the text encoder or its options")
+    shorter = ("--max_sequence_length", 40)
+    preparing.expect(*shorter, captions=CAPTIONS, redone=reason)
+    preparing.expect(*shorter, "--mixed_precision", "bf16", captions=CAPTIONS, redone=reason)
+    config = preparing.pipeline / "transformer/config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "in_channels": 36}))  # Wan 2.2 image to video
+    again = dict.fromkeys(EVERYTHING, "changed: the VAE")
+    preparing.expect(*shorter, "--mixed_precision", "bf16", encoded=EVERYTHING, redone=again)
+    assert "image_latent_shape" in load_prepared(preparing.output).column_names
 
 
 # Renames: 0-1 prepare_files.json, 2 that of the empty caption, 3 the report, 4 the old dataset away, 5 the new one in.
