@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from adaptiveload_hf import UserError
 
 
-def make_caption_dropout(proportion: float, dataset_dir, seed: int):
+def make_caption_dropout(proportion: float, dataset_dir, seed: int, sizes: dict[str, list[int]]):
     """(batch, epoch) -> batch, in which a share of the samples has the embedding of the empty caption.
 
     Which ones depends on (seed, epoch, sample, occurrence) alone, as their noise does.
@@ -19,9 +19,10 @@ def make_caption_dropout(proportion: float, dataset_dir, seed: int):
     Args:
         proportion: of samples, 0 to 1.
         dataset_dir: output_dir of prepare_dataset.py; holds empty_prompt_embeds.safetensors.
+        sizes: of the samples' tensors, by name.
 
     Raises:
-        UserError: no share of samples, or no such file, or a damaged one.
+        UserError: no share of samples, or no such file, or a damaged one, or one of other captions' sizes.
     """
     if not 0 <= proportion <= 1:
         raise UserError(f"--proportion_empty_prompts is between 0 and 1, but it is {proportion}.")
@@ -39,6 +40,13 @@ def make_caption_dropout(proportion: float, dataset_dir, seed: int):
         raise UserError(
             f"{path} is damaged: {error}. Remove it, and give the prepare_dataset.py command again."
         ) from None
+    wanted = {name: list(size) for name, size in sizes.items() if "prompt" in name}
+    found = {name: list(tensor.shape) for name, tensor in empty.items()}
+    if found != wanted:  # one of several that stays as it was would still tell the caption
+        raise UserError(
+            f"{path} holds {found}, but the captions of the dataset are {wanted}. Remove it, and give the "
+            "prepare_dataset.py command of this dataset again."
+        )
 
     def drop(batch: dict, epoch: int) -> dict:
         dropped = torch.tensor(

@@ -103,7 +103,7 @@ def train(accelerator, args):
     dataset = load_checked(args.dataset, transformer_config)
     held_out = load_checked(args.validation_dataset, transformer_config) if args.validation_dataset else None
     sizes = column_sizes(dataset, transformer_config)
-    drop_captions = make_caption_dropout(args.proportion_empty_prompts, args.dataset, args.seed)
+    drop_captions = make_caption_dropout(args.proportion_empty_prompts, args.dataset, args.seed, sizes)
     repository = find_repository(accelerator, args)
     bucket_config = bucket_config_for(accelerator, args, dataset)
     loader, total_steps = make_loader(accelerator, args, dataset, bucket_config, checkpoint)

@@ -123,6 +123,11 @@ def test_caption_dropout_without_the_empty_caption_is_refused_before_the_first_s
     (damaged / "empty_prompt_embeds.safetensors").write_bytes(b"half a file")
     with pytest.raises(UserError, match=r"empty_prompt_embeds\.safetensors is damaged: .*Remove it, and give"):
         train_here(setup, tmp_path / "run", "--proportion_empty_prompts", 0.1, dataset=damaged)
+    for lost in ({"prompt_embeds": torch.zeros(9, 32)}, {}):  # of other captions, or of no such tensor
+        save_file(lost, damaged / "empty_prompt_embeds.safetensors")
+        said = r"empty_prompt_embeds\.safetensors holds .* the dataset are \{'prompt_embeds': \[8, 32\]\}\. Remove it"
+        with pytest.raises(UserError, match=said):
+            train_here(setup, tmp_path / "run", "--proportion_empty_prompts", 0.1, dataset=damaged)
     with pytest.raises(UserError, match=r"between 0 and 1, but it is 1\.5"):
         train_here(setup, tmp_path / "run", "--proportion_empty_prompts", 1.5)
 
@@ -130,7 +135,8 @@ def test_caption_dropout_without_the_empty_caption_is_refused_before_the_first_s
 def test_captions_are_dropped_in_the_share_that_was_asked_the_same_ones_in_any_batch(tmp_path):
     empty = {"prompt_embeds": torch.full((8, 4), 7.0), "pooled_prompt_embeds": torch.full((3,), 5.0)}
     save_file(empty, tmp_path / "empty_prompt_embeds.safetensors")
-    drop = make_caption_dropout(0.25, tmp_path, seed=0)
+    sizes = {"latent": [1], **{name: list(tensor.shape) for name, tensor in empty.items()}}
+    drop = make_caption_dropout(0.25, tmp_path, seed=0, sizes=sizes)
     samples = torch.arange(400)
     batch = {
         "latent": torch.zeros(400, 1),
