@@ -162,6 +162,7 @@ def test_two_cpu_ranks_train_one_fsdp2_model_and_a_failing_rank_ends_both(tmp_pa
         assert found["hidden"] == "torch.bfloat16"
         assert "torch.bfloat16" not in found["rotary"]
         assert found["gradient_dtype"] == ["torch.float32"]
+        assert found["finer_than_bfloat16"] > 100, "the ranks' gradients were added in bf16"
     assert first["grad_norm"] == second["grad_norm"]
     assert first["held_gradient"] + second["held_gradient"] == first["whole_gradient"], "gradient held unsharded"
 

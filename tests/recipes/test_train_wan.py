@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import signal
 import sys
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import torch
 import train_wan
 from diffusers import WanPipeline, WanTransformer3DModel
 from safetensors.torch import load_file
+from stopping import stop_requests
 from support.clips import real_clips
 from support.prepared import save_config, save_prepared
 from support.train_ranks import COUNTS, arguments, metrics_of, timeless, train_here
@@ -117,6 +119,7 @@ def test_resume_goes_on_from_the_newest_whole_checkpoint(straight, setup, tmp_pa
     said = capsys.readouterr().err
     assert "as given, not the checkpoint's" not in said
     assert "optimizer steps 8 of 11 done" in said
+    assert "| 8/11 [" in said, "the bar should begin where the run does"
     assert not list(run.glob("partial-*")), "what a killed save left should be gone"
 
 
@@ -216,6 +219,28 @@ def test_the_learning_rate_reaches_its_end_at_the_last_step(setup, tmp_path):
     schedule = ("--lr_scheduler", "linear", "--lr_warmup_steps", 1)
     metrics = train_here(setup, tmp_path, *schedule, max_train_steps=5)
     assert [line["learning_rate"] for line in metrics] == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4, 0.0])
+
+
+def test_gradients_are_clipped_to_the_norm_that_is_given_and_logged_as_they_were(straight, setup, tmp_path):
+    """Adam's first step forgets how large a gradient is, unless it is far below epsilon."""
+    options = ("--max_grad_norm", 1e-12, "--adam_weight_decay", 0)
+    (only,) = train_here(setup, tmp_path, *options, max_train_steps=1)
+    assert only["grad_norm"] == straight.metrics[0]["grad_norm"] > 1e-3
+    start = WanTransformer3DModel.from_pretrained(setup.pipeline, subfolder="transformer")
+    assert 0 < change_of(WanTransformer3DModel.from_pretrained(tmp_path / "transformer"), start) < 1e-6
+
+
+def test_the_first_ctrl_c_asks_for_a_stop_and_the_second_ends_the_run():
+    before = signal.getsignal(signal.SIGINT)
+    with stop_requests(None) as wanted:
+        signal.raise_signal(signal.SIGTERM)  # as a launcher passes on: it asks for the same, and is not counted
+        signal.raise_signal(signal.SIGINT)
+        assert wanted()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    with stop_requests(None) as wanted:
+        assert not wanted()
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_an_epoch_that_is_resumed_under_another_accumulation_is_trained_to_its_end_and_no_further(setup, tmp_path):

@@ -49,6 +49,8 @@ def look(accelerator) -> dict:
                 seen["whole_gradient"] = sum(g.numel() for g in gradients)
                 seen["held_gradient"] = sum(g.to_local().numel() for g in gradients)
                 seen["gradient_dtype"] = sorted({str(g.to_local().dtype) for g in gradients})
+                local = torch.cat([g.to_local().flatten() for g in gradients])
+                seen["finer_than_bfloat16"] = int((local != local.bfloat16()).sum())
             else:
                 seen["grad_norm"] = float(accelerator.clip_grad_norm_(model.parameters(), 1.0).full_tensor())
             optimizer.step()
