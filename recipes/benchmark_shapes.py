@@ -33,6 +33,7 @@ from training_loop import run_micro_step
 from adaptiveload_hf import BucketConfig, LatentShape, TokenGeometry, UserError, fit_cost_model, make_accelerator
 from adaptiveload_hf.benchmark import measure_shapes, measure_steps
 from adaptiveload_hf.buckets.fit import SURE_POINTS, describe_measurements, find_outliers
+from adaptiveload_hf.buckets.plan import check_samples
 from adaptiveload_hf.buckets.points import Point
 from adaptiveload_hf.buckets.shapes import read_shapes, shape_counts
 from adaptiveload_hf.buckets.sources import load_prepared
@@ -164,6 +165,7 @@ def benchmark(accelerator, args, dataset, counts, output_dir: Path, max_points=1
         The config, the same on all ranks.
     """
     set_seed(args.seed)  # the same on all ranks: FSDP2 shards what each rank holds and broadcasts nothing
+    check_samples(sum(counts.values()), accelerator.num_processes, args.gradient_accumulation_steps)  # not at the end
     refuse_unsafe_sharding(accelerator, args.gradient_checkpointing, args.rank is not None)
     family, transformer_config, sizes, geometry, model_facts, environment = find_setup(accelerator, args, dataset)
     args.lora_target_modules = args.lora_target_modules or family.LORA_TARGET_MODULES

@@ -205,7 +205,7 @@ def make_plan(
     work = Workload(
         shapes, counts, tokens, given, cost, world_size, gradient_accumulation_steps, m_mem_tokens, balance
     )
-    _check_counts(work)
+    check_samples(counts.sum(), world_size, gradient_accumulation_steps)
     if measured_tokens is not None and not allow_extrapolation:
         _check_measured(work, measured_tokens)
     if limited:
@@ -260,12 +260,12 @@ def _check_followed(policy, target_seconds, memory_limit_gib, limits) -> None:
         )
 
 
-def _check_counts(work: Workload) -> None:
-    group = work.world_size * work.gradient_accumulation_steps
-    if work.counts.sum() < group:
+def check_samples(samples: int, world_size: int, gradient_accumulation_steps: int) -> None:
+    """Raises if there are too few for one optimizer step."""
+    if samples < world_size * gradient_accumulation_steps:
         raise UserError(
-            f"An optimizer step needs at least one sample for each of {work.world_size} ranks x "
-            f"{work.gradient_accumulation_steps} micro-steps, but the dataset has {work.counts.sum()} samples. "
+            f"An optimizer step needs at least one sample for each of {world_size} ranks x "
+            f"{gradient_accumulation_steps} micro-steps, but the dataset has {samples} samples. "
             "Use fewer ranks, fewer gradient_accumulation_steps, or more samples."
         )
 

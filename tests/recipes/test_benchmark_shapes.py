@@ -134,3 +134,13 @@ def test_given_points_alone_are_measured(tmp_path, tiny_pipeline, dataset, monke
         benchmark_shapes.main()
     measured = BucketConfig.from_pretrained(tmp_path).measurements
     assert tuple(f"{m.shape}={m.batch_size}" for m in measured) == points
+
+
+def test_too_few_samples_for_an_optimizer_step_are_refused_before_anything_is_timed(
+    tmp_path, tiny_pipeline, monkeypatch
+):
+    few = save_prepared(tmp_path / "few", {"1x4x4": 1})
+    monkeypatch.setattr(sys, "argv", ["", *map(str, arguments(tiny_pipeline, few, tmp_path / "config"))])
+    with fresh_accelerate(ACCELERATE_USE_CPU="true"), pytest.raises(UserError, match="1 ranks x 2 micro-steps"):
+        benchmark_shapes.main()
+    assert not (tmp_path / "config" / "measurements.jsonl").exists()
