@@ -21,6 +21,7 @@ _USUAL_SCALE = (4, 8)
 STILL_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif"}
 CLIP_SUFFIXES = {".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".flv", ".wmv", ".ogv"}
 CLIP_SUFFIXES |= {".3gp", ".mts", ".m2ts"}  # of telephones and camcorders
+ANIMATED_FORMATS = {"GIF", "WEBP", "PNG", "AVIF"}  # Pillow's names
 _LATENTS = {".safetensors", ".pt"}
 _LONGEST_CLIP = 81  # frames: what Wan is trained on
 _PIXEL_STEP = 16
@@ -49,7 +50,7 @@ def scan(source: str | Path, *, fps: float = 16.0) -> Scan:
 
     Clips and pictures have no latents yet: they are counted in the largest shape that prepare_dataset.py could give
     them without enlarging: 4n+1 frames at `fps`, at most 81, and multiples of 16 pixels. Of a clip the header and the
-    first frame are read.
+    first frame are read, of an animated picture all.
 
     Args:
         source: a folder, a tar file, or the Hub id of a dataset with the column `latent_shape` in Parquet files.
@@ -119,6 +120,22 @@ def open_clip(path: Path, options: dict | None = None) -> Any:
     return av.open(str(path), options=options, **lenient)
 
 
+def video_stream(container: Any) -> Any:
+    """The first video of what `open_clip` opened; a cover picture is none.
+
+    Raises:
+        UserError: there is none that can be decoded.
+    """
+    import av
+
+    streams = [s for s in container.streams.video if not s.disposition & av.stream.Disposition.attached_pic]
+    if not streams:
+        raise UserError("it has no video" + (", only sound" if container.streams.audio else ""))
+    if streams[0].codec_context is None:
+        raise UserError("it is damaged, or FFmpeg has no decoder for its codec")
+    return streams[0]
+
+
 def _suffixes(root: Path) -> Counter:
     return Counter(path.suffix.lower() for path in _files(root))
 
@@ -141,7 +158,7 @@ def _of_media(root: Path, fps: float) -> Scan:
         try:
             if not path.is_file():  # a named pipe would be waited for
                 raise UserError("it is no file")
-            size = _still_size(path, Image) if path.suffix.lower() in STILL_SUFFIXES else _clip_size(path, fps)
+            size = _still_size(path, Image, fps) if path.suffix.lower() in STILL_SUFFIXES else _clip_size(path, fps)
             counts[_nearest_shape(*size)] += 1
         except (OSError, SyntaxError, ValueError, av.FFmpegError, Image.DecompressionBombError) as error:
             words = getattr(error, "strerror", None) or str(error)  # without the number and the path
@@ -151,20 +168,30 @@ def _of_media(root: Path, fps: float) -> Scan:
     return Scan("clips and pictures", dict(sorted(counts.items())), _USUAL_SCALE, tuple(problems))
 
 
-def _still_size(path: Path, image) -> tuple[int, int, int]:
-    """(1, height, width) as shown."""
+def _still_size(path: Path, image, fps: float) -> tuple[int, int, int]:
+    """(frames at fps, of an animated picture more than 1, height, width) as shown."""
     with image.open(path) as picture:
         turned = picture.getexif().get(0x0112, 1) >= 5
-        width, height = picture.size
-        return (1, width, height) if turned else (1, height, width)
+        sizes = picture.size if turned else picture.size[::-1]
+        return _picture_frames(picture, fps), *sizes
+
+
+def _picture_frames(picture, fps: float) -> int:
+    """As recipes/media.py counts them: shown for 100 ms where the picture does not say."""
+    first = 1 if picture.info.get("default_image") else 0
+    shown = range(first, getattr(picture, "n_frames", 1) if picture.format in ANIMATED_FORMATS else 1)
+    times = [0.0]
+    for index in shown:
+        picture.seek(index)
+        picture.load()
+        times.append(times[-1] + (picture.info.get("duration") or 100) / 1000)
+    return 1 if len(shown) < 2 else math.ceil(times[-2] * len(shown) / (len(shown) - 1) * fps - 0.01)
 
 
 def _clip_size(path: Path, fps: float) -> tuple[int, int, int]:
     """(frames at fps, height, width) as shown."""
     with open_clip(path) as container:
-        if not container.streams.video:
-            raise UserError("it has no video")
-        stream = container.streams.video[0]
+        stream = video_stream(container)
         first = next(container.decode(stream), None)
         if first is None:
             raise UserError("not one frame of it can be decoded")
@@ -179,7 +206,9 @@ def _seconds(container, stream) -> float:
     if stream.duration:
         return float(stream.duration * stream.time_base)
     if container.duration:
-        return container.duration / 1e6
+        # Matroska counts from 0, also where the first frame comes later.
+        late = float((stream.start_time or 0) * stream.time_base) if "matroska" in container.format.name else 0.0
+        return container.duration / 1e6 - late
     container.seek(0)
     times = [float(packet.pts * packet.time_base) for packet in container.demux(stream) if packet.pts is not None]
     return (max(times) - min(times)) * len(times) / max(len(times) - 1, 1) if times else 0.0

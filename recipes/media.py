@@ -14,7 +14,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from resolution_buckets import Bucket, Footage
 
 from adaptiveload_hf.errors import UserError
-from adaptiveload_hf.scan import STILL_SUFFIXES, open_clip
+from adaptiveload_hf.scan import ANIMATED_FORMATS, STILL_SUFFIXES, open_clip, video_stream
 
 try:
     import av
@@ -23,7 +23,6 @@ except ImportError:
 
 # Playlist formats are left out: a file of theirs would have FFmpeg read other files, outside the data root too.
 CLIP_FORMATS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg"
-ANIMATED_FORMATS = {"GIF", "WEBP", "PNG", "AVIF"}
 BACKGROUND = "white"  # what shows through transparent pixels
 # Matroska and WebM round timestamps to milliseconds, so two frames of equal time may differ by one.
 TIME_TOLERANCE = Fraction(1, 1000)
@@ -303,7 +302,7 @@ def _depth(path: Path) -> int:
 def _clip_frames(path: Path):
     options = {"format_whitelist": CLIP_FORMATS}
     with _ffmpeg_errors(), open_clip(path.resolve(), options) as container:
-        stream = _video_stream(container)
+        stream = video_stream(container)
         end = max((entry.pos + entry.size for entry in stream.index_entries), default=0)
         if end > path.stat().st_size:
             raise UserError(f"it is cut short: its index needs {end} bytes, but it has {path.stat().st_size}")
@@ -316,15 +315,6 @@ def _clip_frames(path: Path):
                 aspect = Fraction(stream.sample_aspect_ratio or 1)
                 turned = frame.rotation % 180 == 90
                 yield Frame(frame.pts * frame.time_base, 1 / aspect if turned else aspect, partial(_upright, frame))
-
-
-def _video_stream(container):
-    streams = [s for s in container.streams.video if not s.disposition & av.stream.Disposition.attached_pic]
-    if not streams:
-        raise UserError("it has no video" + (", only sound" if container.streams.audio else ""))
-    if streams[0].codec_context is None:
-        raise UserError("it is damaged, or FFmpeg has no decoder for its codec")
-    return streams[0]
 
 
 def _decoder(stream) -> av.CodecContext:

@@ -112,6 +112,30 @@ def test_clips_and_pictures_are_counted_as_they_are_shown_and_the_next_command_p
     )
 
 
+@pytest.mark.parametrize("suffix", [".gif", ".webp", ".png", ".avif"])
+def test_an_animated_picture_is_counted_as_the_clip_that_is_prepared_of_it(tmp_path, suffix):
+    shades = [Image.new("RGB", (80, 50), (tone, tone, tone)) for tone in range(0, 240, 10)]
+    shades[0].save(tmp_path / f"a{suffix}", save_all=True, append_images=shades[1:], duration=125)
+    shades[0].save(tmp_path / f"still{suffix}")
+    assert counts(scan(tmp_path)) == {"1x6x10": 1, "12x6x10": 1}  # 24 pictures in 3 seconds: 48 frames, of them 45
+
+
+def test_a_cover_picture_is_no_clip(tmp_path):
+    cover = io.BytesIO()
+    Image.new("RGB", (64, 64), "red").save(cover, "JPEG")
+    write_sound(tmp_path / "song.mp4", cover.getvalue())
+    with pytest.raises(UserError, match=r"song\.mp4: it has no video, only sound"):
+        scan(tmp_path)
+
+
+@pytest.mark.parametrize("suffix", [".mp4", ".mkv", ".ts"])
+def test_what_comes_before_the_first_frame_is_no_part_of_a_clip(tmp_path, suffix):
+    (tmp_path / "clips").mkdir()
+    late = write_clip(tmp_path / "late.mp4", moving_bar(33, 48, 80), start=160)
+    remux(late, tmp_path / "clips" / f"a{suffix}")
+    assert counts(scan(tmp_path / "clips")) == {"9x6x10": 1}
+
+
 def test_a_dataset_on_the_hub_of_which_only_the_shapes_are_fetched(tmp_path, monkeypatch):
     def parquet(**columns):
         stream = io.BytesIO()
