@@ -25,6 +25,11 @@ from adaptiveload_hf.preflight import WRITE_ERRORS, write_problem
 
 CONTENTS = "contents.json"  # of a checkpoint: its files, with bytes and checksum, and which weights are in them
 WAITS_FOR_STORAGE = 5  # of a second each
+# Options of which a run that goes on with others says so: what its weights are trained from, for and how.
+_OBJECTIVE = {"pretrained_model_name_or_path", "revision", "from_scratch", "first_frame_given", "mixed_precision"}
+_OBJECTIVE |= {"weighting_scheme", "logit_mean", "logit_std", "mode_scale", "shift", "shift_shape"}
+_OBJECTIVE |= {"loss_normalization", "proportion_empty_prompts", "max_grad_norm"}
+_OBJECTIVE |= {"lr_scheduler", "lr_warmup_steps", "lr_num_cycles", "lr_power"}
 
 
 def checkpoints_in(output_dir: Path) -> dict[int, Path]:
@@ -201,8 +206,9 @@ def _contents(checkpoint: Path) -> dict:
     try:
         found = json.loads((checkpoint / CONTENTS).read_text())
         files = {name: (size, checksum) for name, (size, checksum) in found["files"].items()}
-        # Checkpoints of before there were settings are whole without.
-        return {"files": files, "trained": dict(found["trained"]), "settings": dict(found.get("settings", {}))}
+        # Checkpoints of before there were settings and options are whole without.
+        settings, options = (dict(found.get(name, {})) for name in ("settings", "options"))
+        return {"files": files, "trained": dict(found["trained"]), "settings": settings, "options": options}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{checkpoint} is damaged, or none of these trainers' checkpoints: {CONTENTS} in it says what was saved, "
@@ -216,7 +222,9 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def load_checkpoint(accelerator: Accelerator, model, optimizer, scheduler, checkpoint: Path, args) -> None:
-    """Model, optimizer, schedule, loader and random numbers as they were saved; AdamW's options are those of `args`.
+    """Model, optimizer, schedule, loader and random numbers as they were saved; all options are those of `args`.
+
+    Those that differ from the checkpoint's are said: another shift, say, goes on with another objective.
 
     Raises:
         UserError: it is one of another model, or of other trained weights of it, or of ones that mean something else.
@@ -241,6 +249,10 @@ def load_checkpoint(accelerator: Accelerator, model, optimizer, scheduler, check
                 f"{checkpoint} was trained with --{name} {found}, but this run has {settings.get(name)}, where its "
                 f"weights mean something else. Give the --{name} of that run, or another --output_dir."
             )
+    if accelerator.is_main_process:
+        for name, value in _options(args).items():
+            if (saved := contents["options"].get(name, value)) != value:
+                print(f"--{name} {value} as given, not the checkpoint's {saved}", file=sys.stderr, flush=True)
     accelerator.load_state(str(checkpoint))
     _set_options(accelerator, optimizer, scheduler.scheduler, adam_options(args))
 
@@ -264,6 +276,10 @@ def _trained(model) -> dict[str, list[int]]:
 def _settings(args) -> dict:
     """What else weights of these names and sizes are trained for; nothing in them would show another."""
     return {"expert": getattr(args, "expert", None), "lora_alpha": args.rank and (args.lora_alpha or args.rank)}
+
+
+def _options(args) -> dict[str, str]:
+    return {name: str(value) for name, value in vars(args).items() if name in _OBJECTIVE}
 
 
 @contextlib.contextmanager
@@ -304,6 +320,7 @@ def save_checkpoint(accelerator: Accelerator, model, output_dir: Path, step: int
         if accelerator.is_main_process:
             files = {name: [size, checksums[name]] for name, size in sizes.items()}
             contents = {"step": step, "files": files, "trained": _trained(model), "settings": _settings(args)}
+            contents["options"] = _options(args)
             (partial / CONTENTS).write_text(json.dumps(contents, indent=1))
     if accelerator.is_main_process:
         _retire_later(output_dir, step, args.checkpoints_total_limit)

@@ -195,6 +195,20 @@ def test_the_learning_rate_and_options_of_the_command_count_and_not_the_checkpoi
     assert [line["learning_rate"] for line in metrics[3:]] == pytest.approx([0.5 / 3, 0.5 / 6, 0.0])
 
 
+def test_options_that_differ_from_the_checkpoints_are_said_with_both_values(setup, run, capsys):
+    """They are those of the new command; another shift or base would train for something else without a word."""
+    base = shutil.copytree(setup.pipeline, run.parent / "other base")
+    other = SimpleNamespace(pipeline=base, dataset=setup.dataset, config=setup.config)
+    words = ("--shift", 5, "--lr_scheduler", "linear", "--batch_sizes", "1x4x4=2")
+    train_here(other, run, *LATEST, *words, max_train_steps=3)
+    said = [line for line in capsys.readouterr().err.splitlines() if "as given, not the checkpoint's" in line]
+    assert said == [
+        f"--pretrained_model_name_or_path {base} as given, not the checkpoint's {setup.pipeline}",
+        "--shift 5.0 as given, not the checkpoint's None",
+        "--lr_scheduler linear as given, not the checkpoint's constant",
+    ]
+
+
 def test_a_checkpoint_without_a_scale_of_the_loss_is_refused_in_fp16(run):
     with fresh_accelerate(ACCELERATE_USE_CPU="true"):
         accelerator = make_accelerator()
