@@ -26,6 +26,7 @@ CLIP_FORMATS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg"
 BACKGROUND = "white"  # what shows through transparent pixels
 # Matroska and WebM round timestamps to milliseconds, so two frames of equal time may differ by one.
 TIME_TOLERANCE = Fraction(1, 1000)
+CUT = 1.5  # a clip with so many times its bucket's frames is reported
 HDR_TRANSFERS = {16: "PQ", 18: "HLG"}
 # What a display matrix ((a, b), (c, d)) does: the pixel at (x, y) is shown at (a x + c y, b x + d y), y downwards.
 TURNS = {
@@ -56,12 +57,13 @@ class Frame(NamedTuple):
 
 
 def look(path: Path, fps: Fraction, longest: int) -> Footage:
-    """Decodes as much of a file as the longest bucket needs, because headers of Matroska and others say nothing.
+    """Decodes what the longest bucket needs of a file, because headers of Matroska and others say nothing, and half as
+    much again, to tell of which clips much is left over.
 
     Args:
         path: of a picture or clip.
         fps: frames a second of the samples.
-        longest: frames of the longest bucket; a clip may have more, but they are not counted.
+        longest: frames of the longest bucket. A clip may have more: half as many again are counted, and one.
 
     Returns:
         The file's Footage, its picture size as shown (turned upright, with square pixels).
@@ -69,19 +71,19 @@ def look(path: Path, fps: Fraction, longest: int) -> Footage:
     Raises:
         UserError: what is wrong with the file.
     """
-    times = []
+    times, enough = [], math.floor(CUT * longest) + 1
     for frame in _frames(path):
         if not times:
             picture, pixel_aspect = frame.load(), frame.pixel_aspect
         elif frame.seconds < times[-1]:
             raise UserError(f"its timestamps go backwards at frame {len(times)}; re-encode it")
         times.append(frame.seconds)
-        if frame.seconds - times[0] >= longest / fps + TIME_TOLERANCE:
+        if frame.seconds - times[0] >= enough / fps + TIME_TOLERANCE:
             break
     if not times:
         raise UserError("not one frame of it can be decoded")
     return Footage(
-        source_frames=tuple(frames_at(times, fps)[:longest]),
+        source_frames=tuple(frames_at(times, fps)[:enough]),
         shown_height=picture.height,
         shown_width=round(picture.width * pixel_aspect),
         moving=len(times) > 1,
@@ -202,6 +204,15 @@ def describe_resizing(samples: list[tuple[str, Footage, Bucket]]) -> dict:
         else:
             resized["same_size" if max(across, down) == 1 else "reduced"] += 1
     return resized
+
+
+def clips_cut(samples: list[tuple[str, Footage, Bucket]]) -> list[str]:
+    """Files of clips of which more than a third of the frames is left over.
+
+    Args:
+        samples: (file, its footage, its bucket).
+    """
+    return [file for file, seen, bucket in samples if seen.moving and len(seen.source_frames) > CUT * bucket.frames]
 
 
 def crop_to_fill(picture: Image.Image, pixel_aspect: Fraction, height: int, width: int) -> Image.Image:

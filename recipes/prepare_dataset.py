@@ -25,7 +25,7 @@ from data_folder import Listing, list_samples, printable
 from encoders import Family, find_family, load_media_encoder, load_text_encoder, pipeline_folder
 from fingerprints import FileRecords, describe_changes, digest, text_digest, write_whole
 from hub_rows import unpack_dataset
-from media import describe_resizing
+from media import clips_cut, describe_resizing
 from prepared_shards import (
     ShardWriter,
     compact,
@@ -236,15 +236,23 @@ def finish(args, family: Family, folder: Path, plan: Plan, listing: Listing, fai
     places = compact(output_dir, {key for sample in kept for key in sample.keys.values()}, stored)
     index = make_index(rows, places, args.max_sequence_length)
     cut = cut_captions(kept, folder / family.tokenizer, args.max_sequence_length)
-    resized = describe_resizing([(sample.row["file"], sample.seen.footage, sample.bucket) for sample in kept])
+    seen = [(sample.row["file"], sample.seen.footage, sample.bucket) for sample in kept]
+    resized, shortened = describe_resizing(seen), clips_cut(seen)
     used = {row["file"] for row in rows}
     listing.without_caption = [file for file in listing.without_caption if file in used]
-    counts = write_report(output_dir, index, listing, {**changes, "resized": resized, "captions_cut": cut})
+    more = {**changes, "resized": resized, "clips_cut": shortened, "captions_cut": cut}
+    counts = write_report(output_dir, index, listing, more)
     replace_dataset(output_dir, index, plan.before)
     print_changes(changes)
     if listing.without_caption:
         print(f"without a caption, and given the empty one: {name_three(listing.without_caption)}", file=sys.stderr)
     print_resizing(resized["enlarged"], resized["cropped_by_a_third"])
+    if shortened:
+        print(
+            f"more than a third of their frames is left over: {name_three(shortened)}. Only their start is used. Cut "
+            "them into shorter clips, or give longer buckets (for auto a larger --max_num_frames).",
+            file=sys.stderr,
+        )
     print_buckets(counts, family)
     print(f"{len(index)} samples in {output_dir / 'dataset'}, report in {output_dir / REPORT}", file=sys.stderr)
 

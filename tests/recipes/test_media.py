@@ -45,8 +45,8 @@ def test_the_frames_of_a_real_clip_are_those_on_screen_to_a_millisecond(name):
             assert times[index] <= seconds < (times[index + 1] if index + 1 < len(times) else end + Fraction(1, 1000))
 
 
-def test_counting_stops_at_the_longest_bucket():
-    assert frames_of(CLIPS["bikes"], longest=17) == frames_of(CLIPS["bikes"])[:17]
+def test_counting_stops_at_half_as_much_again_as_the_longest_bucket():
+    assert frames_of(CLIPS["bikes"], longest=17) == frames_of(CLIPS["bikes"])[:26]
 
 
 @settings(deadline=None)

@@ -50,6 +50,7 @@ def test_real_clips_become_the_latents_and_embeddings_of_wan(tmp_path, monkeypat
         "refused": [],
         "buckets": {"5x4x6": 4},
         "without_caption": [],
+        "clips_cut": [row["file_name"] for row in rows],
         "captions_cut": [],
         "hidden_files": 0,
         "other_files": {},
@@ -276,6 +277,16 @@ def test_the_demo_files_are_the_same_each_time_and_fill_every_bucket_they_were_m
     assert chosen == DEMO_SAMPLES
     assert (listing.refused, listing.without_caption) == ([], [])
     assert " moving " in listing.captions[paths[-1].name]
+
+
+def test_clips_of_which_more_than_a_third_is_left_over_are_named(tmp_path, monkeypatch, capsys, tiny_pipeline):
+    (tmp_path / "clips").mkdir()
+    for frames in (5, 7, 8, 9, 13, 14):
+        write_clip(tmp_path / "clips" / f"{frames:02}.mp4", moving_bar(frames))
+    run(monkeypatch, tmp_path / "clips", tmp_path / "out", tiny_pipeline, buckets=["5x32x48", "9x32x48"])
+    report = report_of(tmp_path / "out")
+    assert (report["buckets"], report["clips_cut"]) == ({"2x4x6": 3, "3x4x6": 3}, ["08.mp4", "14.mp4"])
+    assert "a third of their frames is left over: 2 of the samples, 08.mp4, 14.mp4; prep" in capsys.readouterr().err
 
 
 def test_pictures_that_are_enlarged_or_of_which_most_is_cut_away_are_named(
