@@ -105,7 +105,7 @@ def test_a_bad_sample_on_one_rank_ends_the_whole_run_soon():
     script = Path(__file__).parent / "bad_sample_on_rank_1.py"
     start = ["env", "ACCELERATE_USE_CPU=true", sys.executable, "-m", "torch.distributed.run", "--standalone"]
     began = time.monotonic()
-    result = run([*start, "--nproc_per_node", 2, script], timeout=60)
+    result = run([*start, "--nproc_per_node", 2, script], timeout=120)
     assert result.returncode != 0
     assert "UserError: sample" in result.stderr and "holds a NaN" in result.stderr
     assert time.monotonic() - began < 60

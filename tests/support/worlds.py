@@ -26,7 +26,7 @@ _IMPORTED = [
 ]
 
 
-def on_ranks(world_size: int, function, *arguments, timeout: float = 60, **environment: str) -> list:
+def on_ranks(world_size: int, function, *arguments, timeout: float = 120, **environment: str) -> list:
     """What `function(*arguments)` returns on each rank, as JSON has it. The function must be importable by name.
 
     Raises:
