@@ -18,7 +18,7 @@ from PIL import Image
 from support.clips import moving_bar, write_clip
 from support.full_disk import files_of_at_most
 from support.held_folder import folder_of_another_run
-from support.launch import ROOT, command_of, environment_of
+from support.launch import ROOT, command_of, environment_of, launch
 from support.preparing import BUCKETS, arguments_of, report_of, rows_of, run
 
 from adaptiveload_hf.buckets.sources import load_prepared
@@ -83,6 +83,21 @@ def test_processes_share_the_work_and_one_that_is_killed_costs_only_what_it_was_
     assert rows_of(load_prepared(output)) == rows_of(load_prepared(tmp_path / "fresh"))
     assert report_of(output) == report_of(tmp_path / "fresh")
     assert len(encoded) == again + 16
+
+
+@pytest.mark.distributed
+def test_two_processes_make_what_one_makes_and_say_it_once(root, tmp_path, monkeypatch, tiny_pipeline):
+    (root / "broken.mp4").write_text("no clip")
+    done = launch(RECIPE, *map(str, arguments_of(root, tmp_path / "out", tiny_pipeline)))
+    assert done.returncode == 0, done.stderr
+    run(monkeypatch, root, tmp_path / "fresh", tiny_pipeline)
+    assert rows_of(load_prepared(tmp_path / "out")) == rows_of(load_prepared(tmp_path / "fresh"))
+    assert report_of(tmp_path / "out") == report_of(tmp_path / "fresh")
+    for said in ("refused broken.mp4", "0 samples kept, 16 added", "16 samples in "):
+        assert done.stderr.count(said) == 1
+    assert done.stdout.count("latent shape") == 1
+    # Each process has one for captions and one for latents.
+    assert len(list((tmp_path / "out" / "shards").iterdir())) == 4, "a process encoded nothing"
 
 
 def test_a_full_disk_ends_the_run_with_a_message_and_the_next_goes_on(
