@@ -12,13 +12,13 @@ _USE = {
     True: """import torch
 from diffusers import {pipeline}
 
-pipe = {pipeline}.from_pretrained("{base}", torch_dtype=torch.bfloat16)
+pipe = {pipeline}.from_pretrained("{base}"{revision}, torch_dtype=torch.bfloat16)
 pipe.load_lora_weights("{repo}"{second})""",
     False: """import torch
 from diffusers import {pipeline}, {model}
 
 transformer = {model}.from_pretrained("{repo}", subfolder="{folder}", torch_dtype=torch.bfloat16)
-pipe = {pipeline}.from_pretrained("{base}", {folder}=transformer, torch_dtype=torch.bfloat16)""",
+pipe = {pipeline}.from_pretrained("{base}"{revision}, {folder}=transformer, torch_dtype=torch.bfloat16)""",
 }
 
 
@@ -61,6 +61,7 @@ def publish(args, repository: str | None, loader, model_class, folder: str, envi
     # A public page never names a path of this machine.
     base = args.pretrained_model_name_or_path
     names |= {"base": base if is_hub_id(base) else "PIPELINE", "repo": repository or "user/repo"}
+    names["revision"] = f', revision="{args.revision}"' if args.revision and is_hub_id(base) else ""
     names["second"] = ", load_into_transformer_2=True" if folder == "transformer_2" else ""
     clips = sorted((output_dir / "validation").glob(f"step-{loader.global_step}-*"))
     title = repository.split("/")[1] if repository else output_dir.resolve().name

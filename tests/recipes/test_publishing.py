@@ -1,10 +1,10 @@
 """Does a finished run reach the Hub with a card that the Hub takes, and lose nothing where it does not?"""
 
 import pytest
-from support.hub_server import OWNER, READ_TOKEN, WRITE_TOKEN, visited_hub
-from support.train_ranks import train_here
+from support.hub_server import OWNER, READ_TOKEN, WRITE_TOKEN, Repository, visited_hub
+from support.train_ranks import timeless, train_here
 
-from adaptiveload_hf import UserError
+from adaptiveload_hf import BucketConfig, UserError
 
 
 @pytest.fixture
@@ -32,6 +32,25 @@ def test_result_and_card_reach_the_hub_and_neither_checkpoints_nor_local_paths_d
     assert f"{hub.url}/{OWNER}/cats/commit/" in capsys.readouterr().out
     logged = b"".join(path.read_bytes() for path in run.rglob("events.out.tfevents*"))
     assert b"hub_model_id" in logged and WRITE_TOKEN.encode() not in logged
+
+
+def test_a_pipeline_and_a_bucket_config_of_the_hub_are_trained_with_and_the_card_loads_that_revision(
+    setup, hub, tmp_path
+):
+    pipeline = Repository(branches={"main": 0, "v2": 0})
+    files = [path for path in setup.pipeline.rglob("*") if path.is_file()]
+    pipeline.add({path.relative_to(setup.pipeline).as_posix(): path.read_bytes() for path in files}, "v2")
+    hub.repositories[f"{OWNER}/wan"] = pipeline
+    BucketConfig.from_pretrained(setup.config).push_to_hub(f"{OWNER}/buckets", token=WRITE_TOKEN)
+    whole = train_here(setup, tmp_path / "here", max_train_steps=2)
+    words = ("--revision", "v2", "--validation_prompt", "a cat", "--validation_resolution", "1x16x16")
+    words += ("--validation_inference_steps", 1)
+    options = {"pretrained_model_name_or_path": f"{OWNER}/wan", "bucket_config": f"{OWNER}/buckets"}
+    assert timeless(push(setup, tmp_path / "run", *words, **options)) == timeless(whole)
+    card = hub.files(f"{OWNER}/run")["README.md"].decode()
+    assert f"base_model: {OWNER}/wan\n" in card
+    assert f'from_pretrained("{OWNER}/wan", revision="v2", transformer=transformer' in card
+    assert "validation/step-2-0.mp4" in hub.files(f"{OWNER}/run")
 
 
 def test_a_lora_is_pushed_alone_with_how_to_load_it(setup, hub, tmp_path):
