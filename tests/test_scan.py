@@ -136,6 +136,15 @@ def test_what_comes_before_the_first_frame_is_no_part_of_a_clip(tmp_path, suffix
     assert counts(scan(tmp_path / "clips")) == {"9x6x10": 1}
 
 
+def test_names_that_steer_a_terminal_are_printed_as_text(tmp_path):
+    Image.new("RGB", (80, 50)).save(tmp_path / "a.png")
+    for name in ("two\nlines.png", "\x1b[31mred.png", "坏.png"):
+        (tmp_path / name).write_bytes(b"x")
+    said = [line for line in run("scan", tmp_path)[1].splitlines() if line.startswith("not counted: ")]
+    starts = (r"\x1b[31mred.png: ", r"two\nlines.png: ", "坏.png: ")
+    assert len(said) == 3 and all(line.startswith(f"not counted: {start}") for line, start in zip(said, starts))
+
+
 def test_a_dataset_on_the_hub_of_which_only_the_shapes_are_fetched(tmp_path, monkeypatch):
     def parquet(**columns):
         stream = io.BytesIO()

@@ -37,7 +37,8 @@ def scan(
     rows = [_row(shape, count, found, geometry) for shape, count in found.counts.items()]
     samples = sum(found.counts.values())
     for problem in found.problems:
-        say(f"not counted: {problem}")
+        # A name may hold line ends and what steers a terminal.
+        say(f"not counted: {problem if problem.isprintable() else ascii(problem)[1:-1]}")
     if as_json:
         shapes = {str(shape): count for shape, count in found.counts.items()}
         facts = {"kind": found.kind, "samples": samples, "vae_scale": found.vae_scale, "shapes": shapes}
