@@ -176,7 +176,7 @@ class BucketDataLoader(DataLoaderStateMixin):
         # Of the workers. They must not draw the same on all ranks, nor after a resume what they drew before it.
         place = np.random.SeedSequence((self.seed, self.epoch, self.rank, first))
         self._generator.manual_seed(int(place.generate_state(1, np.uint64)[0]))
-        left = True
+        left, read = True, 0
         try:
             for batch in self._loader:
                 if visit != self._visit:
@@ -186,12 +186,13 @@ class BucketDataLoader(DataLoaderStateMixin):
                     )
                 yield self._hand_out(batch)
                 if visit == self._visit:
-                    self._note_body(first)
+                    read += self._note_body(only_read=first + read == self._position - 1)
             left = False
         finally:
             self.end()
-            # A validation inside of a training loop over one of torch's loaders, whose count goes on.
-            if self.gradient_state.in_dataloader and not beside and self.accelerator.step == first:
+            # A loop that only read, as of validation, leaves the count to a loop over one of torch's loaders, inside
+            # of which it may have been.
+            if not beside and self.accelerator.step == first + read and (read or self.gradient_state.in_dataloader):
                 self.accelerator.step = count
             if visit == self._visit:
                 self._batches.first_micro_step = self._position
@@ -240,14 +241,16 @@ class BucketDataLoader(DataLoaderStateMixin):
         self._trained = self._position
         self._trains |= self.gradient_state.active_dataloader is self
 
-    def _note_body(self, first: int) -> None:
-        """A loop that began at `first` is done with a batch."""
-        last, alone = self._position - 1, self.gradient_state.dataloader_references == [None, self]
-        if alone and self.accelerator.step == last and (self._trains or last > first):
-            # It has passed the batch over, and the next one must not take its place in the optimizer step.
+    def _note_body(self, only_read: bool) -> bool:
+        """A loop, which has only read so far or not, is done with a batch. Returns whether it passed it over."""
+        alone = self.gradient_state.dataloader_references == [None, self]
+        passed_over = alone and self.accelerator.step == self._position - 1
+        if passed_over:  # the next one must not take its place in the optimizer step
             self.accelerator.step = self._position
-        elif not self._trains and self._position % self.schedule.gradient_accumulation_steps == 0:
+        whole = self._position % self.schedule.gradient_accumulation_steps == 0
+        if whole and not self._trains and (only_read or not passed_over):
             self._trained = self._position
+        return passed_over
 
     def _trained_to(self) -> int:
         """Micro-steps of the whole optimizer steps that were made, or, where nothing trains, that were read."""

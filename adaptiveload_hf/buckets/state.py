@@ -75,8 +75,13 @@ def check_whole(state: dict) -> None:
     Raises:
         UserError: another format, or a value was changed, added or lost.
     """
-    version = state.get("format_version") if isinstance(state, dict) else type(state).__name__
-    if version != _FORMAT_VERSION:
+    if not isinstance(state, dict) or "format_version" not in state:
+        found = f"a dict of {', '.join(map(str, state))[:80]}" if isinstance(state, dict) else type(state).__name__
+        raise UserError(
+            f"Expected a loader state of format {_FORMAT_VERSION}, but found {found}. accelerate only counts what is "
+            "registered: make loaders and call register_for_checkpointing in the order of the run that saved."
+        )
+    if (version := state["format_version"]) != _FORMAT_VERSION:
         raise UserError(
             f"Expected a loader state of format {_FORMAT_VERSION}, but found {version}. "
             "Resume with the version of adaptiveload_hf that wrote it."

@@ -208,9 +208,10 @@ def test_a_checkpoint_that_is_not_there_or_damaged_is_refused_by_name(tmp_path):
         file.write_bytes(damaged)
         with pytest.raises(UserError, match=r"Expected a loader's state in .*custom_checkpoint_0\.pkl: .+"):
             loader.load_checkpoint(tmp_path)
-    torch.save([1], file)
-    with pytest.raises(UserError, match="Expected a loader state of format 2, but found list"):
-        loader.load_checkpoint(tmp_path)
+    for other, found in (([1], "list"), ({"decay": 0.9}, "a dict of decay")):
+        torch.save(other, file)
+        with pytest.raises(UserError, match=f"loader state of format 2, but found {found}.* in the order of the run"):
+            loader.load_checkpoint(tmp_path)
 
 
 def test_a_flipped_byte_in_a_checkpoint_is_named_or_changes_nothing(tmp_path):

@@ -123,12 +123,13 @@ def test_a_checkpoint_after_a_loop_that_was_left_goes_on_with_what_is_not_in_the
         assert finish(accumulation, tmp_path / str(number)) == [1] * sum(COUNTS), number
 
 
+@pytest.mark.parametrize("odd", [(2, 3, 5), (0,), (0, 1, 2)])
 @pytest.mark.parametrize("style", ["updates left out", "passes over"])
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
-def test_what_a_loop_leaves_out_moves_nothing_else(tmp_path, accumulation, style):
+def test_what_a_loop_leaves_out_moves_nothing_else(tmp_path, accumulation, style, odd):
     """An update, for its gradient is not finite, or a whole micro-batch."""
     run = Run(accumulation)
-    schedule, odd = run.loader.schedule, (2, 3, 5)
+    schedule = run.loader.schedule
     steps = [range(number // accumulation * accumulation, number + 1) for number in odd]
     batches = odd if style == "passes over" else [batch for step in steps for batch in step]
     may_be_missing = {sample for batch in batches for sample in schedule.micro_batch(batch, 0)}
@@ -141,6 +142,32 @@ def test_what_a_loop_leaves_out_moves_nothing_else(tmp_path, accumulation, style
         found = run.times_trained() if checkpoint is None else finish(accumulation, checkpoint)
         assert all(before <= after <= 1 for before, after in zip(trained, found)), checkpoint
         assert {sample for sample, times in enumerate(found) if not times} <= may_be_missing, checkpoint
+
+
+@pytest.mark.parametrize("read", [3, None])
+def test_a_loop_that_only_reads_leaves_the_count_of_micro_steps_to_another_loader(read):
+    run = Run(accumulation=2)
+    run.accelerator.step = 1  # as a loop over one of torch's loaders may leave it
+    for _ in itertools.islice(run.held_out, read):
+        pass
+    assert run.accelerator.step == 1
+
+
+def pass_over_on_one_rank(_):
+    run = Run(accumulation=2)
+    for number, batch in enumerate(run.loader):
+        if number in (0, 4) and run.accelerator.is_main_process:
+            continue
+        with run.accelerator.accumulate(run.model):
+            list(run.micro_step(number, batch, "accumulate", ()))
+    return run.times_trained()
+
+
+def test_one_of_two_ranks_passes_over_micro_batches_between_updates():
+    schedule = Run(accumulation=2).loader.schedule
+    assert schedule.num_micro_steps > 5
+    first, second = on_ranks(2, pass_over_on_one_rank, None)
+    assert first == second and sum(first) < sum(COUNTS) and set(first) == {0, 1}
 
 
 def train_rank(folder):
