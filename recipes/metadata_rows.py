@@ -29,6 +29,8 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict | UserError]]:
     Raises:
         UserError: nothing of the file can be read.
     """
+    if path.exists() and not path.is_file():  # a named pipe would be waited for
+        raise UserError(f"{path} is no file.")
     suffix = path.suffix.lower()
     if suffix == ".parquet":
         yield from _parquet_rows(path)

@@ -141,6 +141,10 @@ def test_a_metadata_file_that_cannot_be_read_is_named(root):
     (root / "metadata.csv").symlink_to("nowhere.csv")
     with pytest.raises(UserError, match=r"metadata.csv cannot be read: No such file or directory"):
         list_samples(root)
+    (root / "metadata.csv").unlink()
+    os.mkfifo(root / "metadata.csv")
+    with pytest.raises(UserError, match=r"metadata.csv is no file"):
+        list_samples(root)
 
 
 def test_a_text_that_is_no_file_is_not_waited_for(root):
