@@ -6,16 +6,14 @@ import math
 import os
 import re
 import shutil
-import socket
 import sys
-import time
-import uuid
 from pathlib import Path
 
 import xxhash
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 from accelerate.utils.constants import SCALER_NAME
+from run_folder import check_shared
 from stopping import resume_command
 from training_arguments import adam_options
 from wrapped_model import plain_name
@@ -24,7 +22,6 @@ from adaptiveload_hf import UserError
 from adaptiveload_hf.preflight import WRITE_ERRORS, write_problem
 
 CONTENTS = "contents.json"  # of a checkpoint: its files, with bytes and checksum, and which weights are in them
-WAITS_FOR_STORAGE = 5  # of a second each
 # Options of which a run that goes on with others says so: what its weights are trained from, for and how.
 _OBJECTIVE = {"pretrained_model_name_or_path", "revision", "from_scratch", "first_frame_given", "mixed_precision"}
 _OBJECTIVE |= {"weighting_scheme", "logit_mean", "logit_std", "mode_scale", "shift", "shift_shape"}
@@ -42,14 +39,16 @@ def find_checkpoint(accelerator: Accelerator, output_dir: Path, wanted: str | No
     """The checkpoint to resume from, the same on all ranks; None starts afresh.
 
     Raises:
-        UserError: `wanted` is not there, or not whole; or nothing is wanted and the folder already holds a run.
+        UserError: `wanted` is not there, or not whole; or nothing is wanted and the folder already holds a run; or
+            ranks do not share the folder.
     """
     found: list[str | None] = [None]
     if accelerator.is_main_process:
         found[0] = _choose(output_dir, wanted)
     broadcast_object_list(found)
     checkpoint = None if found[0] is None else Path(found[0])
-    _check_shared(accelerator, output_dir, checkpoint)
+    names = ", ".join(path.name for path in checkpoints_in(output_dir).values()) or "no checkpoint"
+    check_shared(accelerator, output_dir, names, checkpoint)
     if checkpoint is not None:
         _check_whole(accelerator, checkpoint)
         _check_kind(accelerator, checkpoint)
@@ -92,46 +91,6 @@ def _choose(output_dir: Path, wanted: str | None) -> str | None:
         return str(present[max(present)])
     print(f"no checkpoint in {output_dir} yet: starting afresh", file=sys.stderr)
     return None
-
-
-def _check_shared(accelerator: Accelerator, output_dir: Path, checkpoint: Path | None) -> None:
-    """Sharded checkpoints are written by all ranks into one folder: refuses folders of their own.
-
-    Raises:
-        UserError: on all ranks, with what each machine sees.
-    """
-    if accelerator.num_processes == 1:
-        return
-    token = [f".seen-by-all-{uuid.uuid4().hex}"]
-    broadcast_object_list(token)
-    mark = output_dir / token[0]
-    if accelerator.is_main_process:
-        mark.touch()
-    accelerator.wait_for_everyone()
-    sees = _appears(mark) and (checkpoint is None or checkpoint.is_dir())
-    present = ", ".join(path.name for path in checkpoints_in(output_dir).values()) or "no checkpoint"
-    machines = gather_object([(socket.gethostname(), accelerator.process_index, sees, f"{output_dir}: {present}")])
-    if accelerator.is_main_process:
-        mark.unlink()
-    if not all(seen for _, _, seen, _ in machines):
-        lines = [
-            f"rank {rank} on {host} {'sees' if seen else 'does not see'} what rank 0 wrote; it finds {found}"
-            for host, rank, seen, found in machines
-        ]
-        raise UserError(
-            "all ranks must write into one folder, or none could go on from its part of a checkpoint, but:\n  "
-            + "\n  ".join(lines)
-            + "\nGive an --output_dir (and checkpoint) on storage that all machines share."
-        )
-
-
-def _appears(path: Path) -> bool:
-    """Whether a file is there within some seconds: network file systems may show it late."""
-    for _ in range(WAITS_FOR_STORAGE):
-        if path.exists():
-            return True
-        time.sleep(1)
-    return path.exists()
 
 
 def _check_kind(accelerator: Accelerator, checkpoint: Path) -> None:

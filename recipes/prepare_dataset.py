@@ -36,7 +36,7 @@ from prepared_shards import (
     replace_dataset,
 )
 from resolution_buckets import Bucket, automatic_buckets, parse_buckets
-from run_folder import only_run
+from run_folder import check_shared, only_run
 from safetensors import safe_open
 from safetensors.torch import save
 from sample_plan import Planned, look_through, plan_samples, read_sample
@@ -123,6 +123,8 @@ def prepare(args: argparse.Namespace, accelerator):
         raise UserError("Give either --instance_data_root, a folder, or --dataset_name, a dataset of the Hub.")
     buckets = parse_buckets(args.video_resolution_buckets, family.grid)
     with only_run(accelerator, args.output_dir, "start one run on several GPUs with `accelerate launch`"):
+        shards = len(list((args.output_dir / "shards").glob("*.tar")))
+        check_shared(accelerator, args.output_dir, f"{shards} shards")
         encode_dataset(args, accelerator, family, fps, buckets)
 
 

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import re
 import signal
 import subprocess
 import time
@@ -20,6 +21,8 @@ from support.full_disk import files_of_at_most
 from support.held_folder import folder_of_another_run
 from support.launch import ROOT, command_of, environment_of, launch
 from support.preparing import BUCKETS, arguments_of, report_of, rows_of, run
+from support.train_ranks import train_on_ranks
+from torch.multiprocessing import ProcessExitedException
 
 from adaptiveload_hf.buckets.sources import load_prepared
 from adaptiveload_hf.errors import UserError
@@ -98,6 +101,17 @@ def test_two_processes_make_what_one_makes_and_say_it_once(root, tmp_path, monke
     assert done.stdout.count("latent shape") == 1
     # Each process has one for captions and one for latents.
     assert len(list((tmp_path / "out" / "shards").iterdir())) == 4, "a process encoded nothing"
+
+
+@pytest.mark.distributed
+def test_processes_that_do_not_share_their_folder_end_before_anything_is_encoded(root, tmp_path, tiny_pipeline):
+    """As on two machines without shared storage: all that one of them encodes would be lost."""
+    words = list(map(str, arguments_of(root, tmp_path / "out", tiny_pipeline)))
+    with pytest.raises(ProcessExitedException, match="exit code 1"):
+        train_on_ranks(2, words, recipe="prepare_dataset", OWN_WORD=str(tmp_path / "out"), ERRORS=str(tmp_path))
+    reason = (tmp_path / "0").read_text()
+    assert re.search(r"rank 1 on \S+ does not see what rank 0 wrote; it finds \S+out1: 0 shards", reason)
+    assert not (tmp_path / "out0" / "shards").exists() and not list((tmp_path / "out0").glob(".seen*"))
 
 
 def test_a_full_disk_ends_the_run_with_a_message_and_the_next_goes_on(
