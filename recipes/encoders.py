@@ -1,5 +1,6 @@
 """How do the pipelines of Wan (text or image to video) and SD3 make latents of frames, and embeddings of captions?"""
 
+import hashlib
 import json
 import logging
 from collections.abc import Callable
@@ -107,6 +108,21 @@ def pipeline_folder(pipeline: str, family: Family, revision: str | None = None) 
         if not (folder / part).is_dir():
             raise UserError(f"{pipeline} has no {part}/, which its captions or latents are made with. Add it.")
     return folder
+
+
+def outline(folder: Path, family: Family) -> str:
+    """Hash of the configs' and weights' names, sizes and first and last bytes, in which two versions differ."""
+    sha256 = hashlib.sha256()
+    for part in family.media_parts + family.text_parts:
+        files = (path for path in (folder / part).rglob("*") if path.suffix in (".json", ".safetensors"))
+        for path in sorted(files):
+            size = path.stat().st_size
+            sha256.update(f"{path.relative_to(folder).as_posix()} {size}".encode())
+            with open(path, "rb") as stream:
+                sha256.update(stream.read(1 << 16))
+                stream.seek(max(0, size - (1 << 16)))
+                sha256.update(stream.read())
+    return sha256.hexdigest()[:16]
 
 
 def load_media_encoder(folder: Path, family: Family, device: torch.device) -> Callable[[np.ndarray], TENSORS]:

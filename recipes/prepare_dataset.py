@@ -22,7 +22,7 @@ from pathlib import Path
 import datasets
 import torch
 from data_folder import Listing, list_samples, printable
-from encoders import Family, find_family, load_media_encoder, load_text_encoder, pipeline_folder
+from encoders import Family, find_family, load_media_encoder, load_text_encoder, outline, pipeline_folder
 from fingerprints import FileRecords, describe_changes, digest, text_digest, write_whole
 from hub_rows import unpack_dataset
 from media import clips_cut, describe_resizing
@@ -40,7 +40,7 @@ from run_folder import check_shared, only_run
 from safetensors import safe_open
 from safetensors.torch import save
 from sample_plan import Planned, look_through, plan_samples, read_sample
-from shared_work import gather, in_threads, join_processes, on_main, own_share
+from shared_work import check_alike, gather, in_threads, join_processes, on_main, own_share
 from tqdm import tqdm
 from training_arguments import at_least
 from transformers import AutoTokenizer
@@ -125,6 +125,8 @@ def prepare(args: argparse.Namespace, accelerator):
     with only_run(accelerator, args.output_dir, "start one run on several GPUs with `accelerate launch`"):
         shards = len(list((args.output_dir / "shards").glob("*.tar")))
         check_shared(accelerator, args.output_dir, f"{shards} shards")
+        own = {"instance_data_root", "output_dir", "pretrained_model_name_or_path"}
+        check_alike(accelerator, {f"--{name}": str(value) for name, value in vars(args).items() if name not in own})
         encode_dataset(args, accelerator, family, fps, buckets)
 
 
@@ -195,6 +197,7 @@ def encode_dataset(args, accelerator, family: Family, fps: Fraction, buckets: li
         buckets = automatic_buckets([found.footage for found in seen], family.grid, largest)
     with accelerator.main_process_first():
         folder = pipeline_folder(args.pretrained_model_name_or_path, family, args.revision)
+    check_alike(accelerator, {"pipeline": outline(folder, family)})  # machines may have copies of their own
     plan = None
     if accelerator.is_main_process:
         plan = make_plan(args, family, folder, partial(plan_samples, seen, listing, buckets, fps), records, listing)

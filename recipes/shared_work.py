@@ -46,6 +46,25 @@ def gather(accelerator: Accelerator, value) -> list:
     return gather_object([value])
 
 
+def check_alike(accelerator: Accelerator, mine: dict[str, str]):
+    """Ends all processes if one has another value than the main one: half of the samples would be of another kind.
+
+    Args:
+        mine: what this process has, by what it is called.
+
+    Raises:
+        UserError: with the process and both values.
+    """
+    main, *others = gather(accelerator, mine)
+    for rank, other in enumerate(others, start=1):
+        for name, value in main.items():
+            if other[name] != value:
+                raise UserError(
+                    f"the {name} of rank {rank} is {other[name]} and that of rank 0 is {value}, but all must make "
+                    "samples of one kind. Start them with the same arguments and the same pipeline."
+                )
+
+
 def on_main(accelerator: Accelerator, function: Callable):
     """What the function returns on the main process, on all of them."""
     result = [None]

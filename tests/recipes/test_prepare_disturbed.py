@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -16,6 +17,7 @@ import prepared_shards
 import pytest
 import sample_plan
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from support.clips import moving_bar, write_clip
 from support.full_disk import files_of_at_most
 from support.held_folder import folder_of_another_run
@@ -112,6 +114,25 @@ def test_processes_that_do_not_share_their_folder_end_before_anything_is_encoded
     reason = (tmp_path / "0").read_text()
     assert re.search(r"rank 1 on \S+ does not see what rank 0 wrote; it finds \S+out1: 0 shards", reason)
     assert not (tmp_path / "out0" / "shards").exists() and not list((tmp_path / "out0").glob(".seen*"))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("other", ["fps", "weights"])
+def test_processes_that_would_make_samples_of_another_kind_are_told(root, tmp_path, tiny_pipeline, other):
+    """As on two machines with commands, or copies of the pipeline, of their own."""
+    for rank in "01":
+        shutil.copytree(tiny_pipeline, tmp_path / f"pipeline{rank}")
+    pipeline, fps = (tmp_path / "pipeline0", "1") if other == "fps" else (tmp_path / "pipeline", "16")
+    if other == "weights":
+        weights = tmp_path / "pipeline1/vae/diffusion_pytorch_model.safetensors"
+        save_file({name: 2 * value for name, value in load_file(weights).items()}, weights, {"format": "pt"})
+    words = list(map(str, arguments_of(root, tmp_path / "out", pipeline, fps=fps)))
+    with pytest.raises(ProcessExitedException, match="exit code 1"):
+        own = fps if other == "fps" else str(pipeline)
+        train_on_ranks(2, words, recipe="prepare_dataset", OWN_WORD=own, ERRORS=str(tmp_path))
+    said = "--fps of rank 1 is 11 and that of rank 0 is 10," if other == "fps" else "the pipeline of rank 1 is "
+    assert said in (tmp_path / "0").read_text()
+    assert not (tmp_path / "out" / "shards").exists()
 
 
 def test_a_full_disk_ends_the_run_with_a_message_and_the_next_goes_on(
