@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from support.bucketed import CountedConfig, NumberedRows, collate_numbers, mixed_index
@@ -171,6 +172,18 @@ def test_accelerates_own_checkpoints_carry_the_loader_and_the_noise(tmp_path):
     resumed = make(num_workers=2)
     resumed.accelerator.load_state(str(tmp_path))
     assert noisy(resumed, 12) == rest
+
+
+def test_torchs_distributed_checkpoint_keeps_the_state_as_json(tmp_path):
+    loader = make()
+    seen = train(loader, 3)
+    torch.distributed.checkpoint.save({"loader": json.dumps(loader.state_dict())}, checkpoint_id=tmp_path)
+    resumed, state = make(), {"loader": ""}
+    torch.distributed.checkpoint.load(state, checkpoint_id=tmp_path)
+    resumed.load_state_dict(json.loads(state["loader"]))
+    assert resumed.global_step == 3
+    rest = train(resumed, resumed.global_step_after(1) - 3)
+    assert sorted(samples_of(seen) + samples_of(rest)) == list(range(SAMPLES))
 
 
 def test_a_loader_that_takes_the_place_of_another_is_saved_and_loaded_in_its_place(tmp_path):
