@@ -9,7 +9,7 @@ from data_folder import Listing
 from fingerprints import FileRecords, fingerprint, row_keys, stamp
 from media import choose_bucket, read
 from resolution_buckets import Bucket, Footage
-from shared_work import gather, in_threads, own_share
+from shared_work import check_alike, gather, in_threads, own_share
 from tqdm import tqdm
 
 from adaptiveload_hf.errors import UserError
@@ -41,7 +41,13 @@ class Planned:
 def look_through(
     accelerator, root: Path, listing: Listing, fps: Fraction, longest: int, records: FileRecords
 ) -> list[Seen]:
-    """Looks into every file; what cannot be used is refused in the listing."""
+    """Looks into every file; what cannot be used is refused in the listing.
+
+    Raises:
+        UserError: a process has another folder there, or none: it would refuse all files of its share.
+    """
+    for file in [*listing.captions][:1]:
+        check_alike(accelerator, {f"size in bytes of {file}": size_of(root / file)})
 
     def look_into(file: str) -> Seen:
         content = records.content(root / file)
@@ -73,6 +79,10 @@ def look_through(
     progress.close()
     order = {file: number for number, file in enumerate(files)}
     return sorted(seen, key=lambda found: order[found.file])
+
+
+def size_of(path: Path) -> str:
+    return str(path.stat().st_size) if path.exists() else "none"
 
 
 def plan_samples(

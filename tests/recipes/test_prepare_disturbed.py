@@ -23,7 +23,8 @@ from support.full_disk import files_of_at_most
 from support.held_folder import folder_of_another_run
 from support.launch import ROOT, command_of, environment_of, launch
 from support.preparing import BUCKETS, arguments_of, report_of, rows_of, run
-from support.train_ranks import train_on_ranks
+from support.train_ranks import look_through_own, train_on_ranks
+from support.worlds import on_ranks
 from torch.multiprocessing import ProcessExitedException
 
 from adaptiveload_hf.buckets.sources import load_prepared
@@ -122,17 +123,25 @@ def test_processes_that_would_make_samples_of_another_kind_are_told(root, tmp_pa
     """As on two machines with commands, or copies of the pipeline, of their own."""
     for rank in "01":
         shutil.copytree(tiny_pipeline, tmp_path / f"pipeline{rank}")
-    pipeline, fps = (tmp_path / "pipeline0", "1") if other == "fps" else (tmp_path / "pipeline", "16")
-    if other == "weights":
-        weights = tmp_path / "pipeline1/vae/diffusion_pytorch_model.safetensors"
-        save_file({name: 2 * value for name, value in load_file(weights).items()}, weights, {"format": "pt"})
+    weights = tmp_path / "pipeline1/vae/diffusion_pytorch_model.safetensors"
+    save_file({name: 2 * value for name, value in load_file(weights).items()}, weights, {"format": "pt"})
+    pipeline, fps, own, said = {
+        "fps": (tmp_path / "pipeline0", "1", "1", "--fps of rank 1 is 11 and that of rank 0 is 10,"),
+        "weights": (tmp_path / "pipeline", "16", str(tmp_path / "pipeline"), "the pipeline of rank 1 is "),
+    }[other]
     words = list(map(str, arguments_of(root, tmp_path / "out", pipeline, fps=fps)))
     with pytest.raises(ProcessExitedException, match="exit code 1"):
-        own = fps if other == "fps" else str(pipeline)
         train_on_ranks(2, words, recipe="prepare_dataset", OWN_WORD=own, ERRORS=str(tmp_path))
-    said = "--fps of rank 1 is 11 and that of rank 0 is 10," if other == "fps" else "the pipeline of rank 1 is "
     assert said in (tmp_path / "0").read_text()
     assert not (tmp_path / "out" / "shards").exists()
+
+
+@pytest.mark.distributed
+def test_a_process_that_does_not_see_the_files_ends_all_and_refuses_none_of_its_share(tmp_path):
+    (tmp_path / "data0").mkdir()
+    (tmp_path / "data0" / "a.png").write_bytes(bytes(17))
+    said = "the size in bytes of a.png of rank 1 is none and that of rank 0 is 17,"
+    assert [words.startswith(said) for words in on_ranks(2, look_through_own, str(tmp_path / "data"))] == [True] * 2
 
 
 def test_a_full_disk_ends_the_run_with_a_message_and_the_next_goes_on(

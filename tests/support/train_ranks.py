@@ -95,6 +95,22 @@ def work_alone() -> str:
     return importlib.reload(shared_work).on_main(accelerator, work)
 
 
+def look_through_own(folder: str) -> str:
+    """What preparing a.png says where each rank has a folder of its own."""
+    sys.path.insert(0, str(RECIPES))
+    from accelerate import Accelerator
+    from data_folder import Listing
+    from sample_plan import look_through
+
+    from adaptiveload_hf import UserError
+
+    accelerator = Accelerator()
+    try:
+        look_through(accelerator, Path(f"{folder}{accelerator.process_index}"), Listing({"a.png": ""}), 16, 1, None)
+    except UserError as error:
+        return str(error)
+
+
 def held_out_loss(folder: str) -> float:
     """The validation loss of the samples in a folder where each sample's loss is its index."""
     sys.path.insert(0, str(RECIPES))
