@@ -14,6 +14,8 @@ from adaptiveload_hf.buckets.latent_files import is_passed_over
 from adaptiveload_hf.errors import UserError
 from adaptiveload_hf.scan import CLIP_SUFFIXES, STILL_SUFFIXES
 
+REPORT = "prepare_report.json"
+
 
 @dataclass
 class Listing:
@@ -24,15 +26,34 @@ class Listing:
     hidden: int = 0
     other_files: Counter = field(default_factory=Counter)
     without_caption: list[str] = field(default_factory=list)
+    texts_without_file: list[str] = field(default_factory=list)  # .txt that are no picture's or clip's
 
     def refuse(self, file: str, reason: str):
         self.refused.append({"file": file, "reason": reason})
         tqdm.write(f"refused {printable(file)}: {reason}", file=sys.stderr)
 
+    def say_what_is_missing(self, used: set[str]):
+        """Before hours of encoding: what is passed over, and which of the used samples get the empty caption."""
+        if self.other_files:
+            counts = ", ".join(f"{count} {suffix}" for suffix, count in self.other_files.most_common())
+            print(f"passed over, neither pictures nor clips by their suffix: {counts}", file=sys.stderr)
+        if self.texts_without_file:
+            named = name_three(self.texts_without_file, ".txt")
+            print(f"captions that no picture or clip is named like: {named}", file=sys.stderr)
+        bare = [file for file in self.without_caption if file in used]
+        if bare:
+            share = "of the samples" if len(bare) < len(used) else "samples, which is all"
+            print(f"without a caption, and given the empty one: {name_three(bare, share)}", file=sys.stderr)
+
 
 def printable(file: str) -> str:
     """A file's name on one line of a terminal."""
     return file if file.isprintable() else ascii(file)
+
+
+def name_three(files: list[str], what: str = "of the samples") -> str:
+    shown = ", ".join(map(printable, files[:3])) + (", ..." if len(files) > 3 else "")
+    return f"{len(files)} {what}, {shown}; {REPORT} names all"
 
 
 def list_samples(root: Path, file_column: str = "file_name", caption_column: str = "text") -> Listing:
@@ -57,6 +78,11 @@ def list_samples(root: Path, file_column: str = "file_name", caption_column: str
     files, tables, texts = find_files(root, listing)
     if tables:
         rows, columns = read_metadata(root, tables, files, (file_column, caption_column), listing)
+        if not rows and columns and file_column not in columns:
+            raise UserError(
+                f"{', '.join(tables)} in {root} names no file: no row has a {file_column!r}, but they have "
+                f"{sorted(columns)}. Say with --video_column which one holds the file names."
+            )
         if not rows:
             raise UserError(
                 f"{', '.join(tables)} in {root} has no usable row. Fix the rows listed above, or remove it."
@@ -67,6 +93,8 @@ def list_samples(root: Path, file_column: str = "file_name", caption_column: str
         rows, columns = dict.fromkeys(sorted(files)), set()
     for file, caption in rows.items():
         add_sample(root, file, caption, texts.get(_stem(file)), listing)
+    for stem in sorted(set(texts) - set(map(_stem, files))):
+        listing.texts_without_file.append(os.fsencode(texts[stem]).decode("utf-8", "backslashreplace"))
     if columns - {file_column, caption_column} and not any(listing.captions.values()):
         raise UserError(
             f"{', '.join(tables)} in {root} gives no sample a {caption_column!r}, and no .txt does, but it has "
@@ -130,6 +158,11 @@ def read_metadata(
     for table in tables:
         for number, row in read_rows(root / table):
             place = f"{table}:{number}"
+            if isinstance(row, dict) and columns[0] not in row and not table.lower().endswith(".jsonl"):
+                raise UserError(  # of a table it is then in no row
+                    f"{root / table} has no column {columns[0]!r}, but {sorted(row)}. Say with --video_column which "
+                    "one holds the file names; commas separate the columns of a CSV."
+                )
             try:
                 if isinstance(row, UserError):
                     raise row

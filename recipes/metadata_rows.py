@@ -42,6 +42,10 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict | UserError]]:
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise UserError(f"{path} is UTF-16. Save it as UTF-8.")
     content = content.removeprefix(b"\xef\xbb\xbf")
+    if suffix == ".jsonl" and content.lstrip().startswith(b"["):
+        raise UserError(
+            f"{path} is a JSON list, but each of its lines must be an object, without commas between them."
+        )
     yield from _json_lines(content) if suffix == ".jsonl" else _csv_lines(path, content)
 
 

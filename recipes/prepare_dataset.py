@@ -21,7 +21,7 @@ from pathlib import Path
 
 import datasets
 import torch
-from data_folder import Listing, list_samples, printable
+from data_folder import REPORT, Listing, list_samples, name_three, printable
 from encoders import Family, find_family, load_media_encoder, load_text_encoder, outline, pipeline_folder
 from fingerprints import FileRecords, describe_changes, digest, text_digest, write_whole
 from hub_rows import unpack_dataset
@@ -50,7 +50,7 @@ from adaptiveload_hf.distributed import all_ranks_fail_together
 from adaptiveload_hf.errors import DISK_IS_FULL, UserError, exit_on_user_error
 
 PROGRAM = "prepare_dataset.py"
-REPORT, EMPTY_PROMPT = "prepare_report.json", "empty_prompt_embeds.safetensors"
+EMPTY_PROMPT = "empty_prompt_embeds.safetensors"
 
 
 def cut_captions(planned: list[Planned], tokenizer: Path, max_sequence_length: int) -> list[str]:
@@ -168,9 +168,7 @@ def make_plan(args, family: Family, folder: Path, planned_by, records: FileRecor
     records.save(finished=True)
     planned = planned_by(media_key, text_key)
     print(f"{len(planned)} samples can be used, {len(listing.refused)} refused", file=sys.stderr)
-    if listing.other_files:
-        counts = ", ".join(f"{count} {suffix}" for suffix, count in listing.other_files.most_common())
-        print(f"passed over, neither pictures nor clips by their suffix: {counts}", file=sys.stderr)
+    listing.say_what_is_missing({sample.row["file"] for sample in planned})
     source = str(args.instance_data_root or args.dataset_name)
     if not planned:
         raise UserError(f"{source} has no picture or clip that can be used. Expected at least one; see docs/data.md.")
@@ -249,8 +247,8 @@ def finish(args, family: Family, folder: Path, plan: Plan, listing: Listing, fai
     counts = write_report(output_dir, index, listing, more)
     replace_dataset(output_dir, index, plan.before)
     print_changes(changes)
-    if listing.without_caption:
-        print(f"without a caption, and given the empty one: {name_three(listing.without_caption)}", file=sys.stderr)
+    if cut:
+        print(f"captions cut to {args.max_sequence_length} tokens: {name_three(cut)}", file=sys.stderr)
     print_resizing(resized["enlarged"], resized["cropped_by_a_third"])
     if shortened:
         print(
@@ -271,6 +269,7 @@ def write_report(output_dir: Path, index: datasets.Dataset, listing: Listing, mo
         "refused": listing.refused,
         "buckets": {str(shape): count for shape, count in counts.items()},
         "without_caption": listing.without_caption,
+        "texts_without_file": listing.texts_without_file,
         "hidden_files": listing.hidden,
         "other_files": dict(listing.other_files),
     }
@@ -302,11 +301,6 @@ def print_resizing(enlarged: list[str], most_cropped: list[str]):
             "ratio would keep it.",
             file=sys.stderr,
         )
-
-
-def name_three(files: list[str]) -> str:
-    shown = ", ".join(map(printable, files[:3])) + (", ..." if len(files) > 3 else "")
-    return f"{len(files)} of the samples, {shown}; {REPORT} names all"
 
 
 def print_buckets(counts: dict[LatentShape, int], family: Family):

@@ -72,8 +72,11 @@ def test_other_columns_are_read_when_they_are_named_and_asked_for_when_not(root)
     assert list(list_samples(root, "video", "prompt").captions.values()) == ["one", "two", "three"]
     with pytest.raises(UserError, match=r"gives no sample a 'text', .*\['prompt', 'video'\]. Say with --caption_col"):
         list_samples(root, "video")
-    with pytest.raises(UserError, match=r"metadata.csv in .* has no usable row. Fix the rows listed above"):
+    with pytest.raises(
+        UserError, match=r"metadata.csv has no column 'file_name', but \['prompt', 'video'\]. Say with --v"
+    ):
         list_samples(root)
+    (root / "metadata.csv").unlink()
     write(root / "metadata.parquet", "no parquet")
     with pytest.raises(UserError, match="is no whole parquet file"):
         list_samples(root)
@@ -235,3 +238,26 @@ def test_links_to_files_are_followed_and_links_to_folders_named(root, tmp_path):
         "broken.png": "it cannot be read: No such file or directory",
         "pipe.png": "it is no file",
     }
+
+
+def test_metadata_that_names_no_file_says_what_it_has(root, capsys):
+    write(root / "metadata.csv", "file_name;text\na.png;one\nb.png;two\n")
+    with pytest.raises(UserError, match=r"no column 'file_name', but \['file_name;text'\].*; commas separate"):
+        list_samples(root)
+    assert capsys.readouterr().err == ""  # not the same of each of a thousand rows
+    (root / "metadata.csv").unlink()
+    write(root / "metadata.jsonl", '{"video": "a.png", "text": "one"}\n')
+    with pytest.raises(UserError, match=r"names no file: no row has a 'file_name', but they have \['text', 'video'\]"):
+        list_samples(root)
+    write(root / "metadata.jsonl", '[\n {"file_name": "a.png"},\n {"file_name": "b.png"}\n]\n')
+    with pytest.raises(UserError, match=r"metadata.jsonl is a JSON list, but each of its lines must be an object"):
+        list_samples(root)
+
+
+def test_captions_that_are_named_like_no_sample_are_listed(root):
+    for name in ("a.txt", "b.png.txt", "prompts.txt", "sub/b.TXT"):
+        write(root / name, "a caption")
+    (root / os.fsdecode(b"\xff.txt")).touch()
+    listing = list_samples(root)
+    assert listing.captions == {"a.png": "a caption", "b.png": "", "sub/a.png": ""}
+    assert listing.texts_without_file == ["b.png.txt", "prompts.txt", "sub/b.TXT", "\\xff.txt"]

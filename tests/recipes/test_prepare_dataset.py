@@ -50,6 +50,7 @@ def test_real_clips_become_the_latents_and_embeddings_of_wan(tmp_path, monkeypat
         "refused": [],
         "buckets": {"5x4x6": 4},
         "without_caption": [],
+        "texts_without_file": [],
         "clips_cut": [row["file_name"] for row in rows],
         "captions_cut": [],
         "hidden_files": 0,
@@ -153,18 +154,27 @@ def test_the_good_samples_of_a_bad_folder_are_kept_and_all_else_is_listed_before
     assert words.index("4 samples can be used, 13 refused") > words.rindex("refused cut.mp4")
     assert words.index("4 samples can be used, 13 refused") < words.index("encoding")
     assert "passed over, neither pictures nor clips by their suffix: 1 .pdf\n" in words
-    assert "without a caption, and given the empty one: 1 of the samples, sub/a.png; prepare_report.json" in words
+    bare = "without a caption, and given the empty one: 1 of the samples, sub/a.png; prepare_report.json"
+    assert words.index(bare) < words.index("encoding")
 
 
-def test_without_metadata_a_caption_is_the_text_beside_the_file(tmp_path, monkeypatch, stills, tiny_pipeline):
+def test_without_metadata_a_caption_is_the_text_beside_the_file(tmp_path, monkeypatch, capsys, stills, tiny_pipeline):
     (stills / "0.txt").write_bytes("\ufeffa dark picture\r\n".encode())
     (stills / "1.txt").write_bytes("é".encode("cp1252"))
     (stills / "2.txt").write_text("long " * 20)
+    (stills / "3.png.txt").write_text("named in another way")
     run(monkeypatch, stills, tmp_path / "out", tiny_pipeline)
     report, dataset = report_of(tmp_path / "out"), load_prepared(tmp_path / "out")
     assert dataset["caption"][:] == ["a dark picture", ("long " * 20).strip(), "", ""]
     assert report["without_caption"] == ["3.png", "4.png"]
     assert report["captions_cut"] == ["2.png"]
+    assert report["texts_without_file"] == ["3.png.txt"]
+    words = capsys.readouterr().err
+    missing = words.index(
+        "captions that no picture or clip is named like: 1 .txt, 3.png.txt; prepare_report.json names all"
+    )
+    assert missing < words.index("encoding")
+    assert "captions cut to 48 tokens: 1 of the samples, 2.png; prepare_report.json names all" in words
     assert report["refused"] == [{"file": "1.png", "reason": "its .txt is not UTF-8; save it as UTF-8"}]
 
 
