@@ -26,6 +26,7 @@ from .errors import UserError
 # What the writers of checkpoints raise on a full disk: each has its own.
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError, CheckpointException)
 _NOT_THE_WRITERS = (DistError, torch.OutOfMemoryError, torch.AcceleratorError)  # RuntimeErrors, too
+_GLOO = "gloo/transport"  # in its own errors, plain RuntimeErrors, say of a rank that was killed
 _ABOVE_PREDICTED = 1.05  # of the planned GiB
 
 
@@ -173,7 +174,7 @@ def write_problem(error: BaseException) -> str | None:
     failures = {}
     if isinstance(error, CheckpointException):  # its own words are tracebacks
         failures = {rank: failure for rank, (failure, _) in error.failures.items()}
-    if any(isinstance(each, _NOT_THE_WRITERS) for each in (error, *failures.values())):
+    if any(isinstance(each, _NOT_THE_WRITERS) or _GLOO in str(each) for each in (error, *failures.values())):
         return None
     return "; ".join(f"rank {rank}: {failure!r}" for rank, failure in failures.items()) or str(error)
 

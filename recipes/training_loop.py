@@ -222,8 +222,9 @@ def say_start(args, loader, differences: list[str], total_steps: int) -> None:
     plan, schedule = loader.plan, loader.schedule
     say(f"  samples {sum(bucket.count for bucket in plan.buckets)} in {len(plan.buckets)} buckets")
     say(f"  ranks {schedule.world_size}, gradient accumulation steps {args.gradient_accumulation_steps}")
-    say(f"  optimizer steps {loader.global_step} of {total_steps} done, {schedule.num_update_steps} an epoch")
-    say(f"  epoch {loader.epoch}: {len(schedule.unseen())} samples not yet seen")
+    say(f"  optimizer steps {loader.global_step} of {total_steps} done")
+    left = len(loader) // args.gradient_accumulation_steps
+    say(f"  epoch {loader.epoch}: {len(schedule.unseen())} samples not yet seen, in {left} optimizer steps")
     say(f"  balance {schedule.balance}, loss normalization {args.loss_normalization}")
     scale = vae_scale_of(loader.dataset)
     for bucket in plan.buckets:

@@ -121,11 +121,14 @@ def test_a_sharded_checkpoint_that_cannot_be_written_is_named_with_the_ranks_own
 
 
 GONE = torch.distributed.DistBackendError("peer is gone")
+GONE_BY_GLOO = RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer.")
 OF_THE_GPU = torch.OutOfMemoryError(), torch.AcceleratorError("an illegal memory access")
 
 
 @pytest.mark.parametrize(
-    "error", [GONE, *OF_THE_GPU, *(CheckpointException("write", {1: (error, None)}) for error in OF_THE_GPU)], ids=repr
+    "error",
+    [GONE, GONE_BY_GLOO, *OF_THE_GPU, *(CheckpointException("write", {1: (error, None)}) for error in OF_THE_GPU)],
+    ids=repr,
 )
 def test_an_error_of_the_ranks_or_the_gpu_while_saving_is_not_taken_for_one_of_the_disk(tmp_path, error):
     with pytest.raises(type(error)), checkpoints.named_if_not_written("the checkpoint", tmp_path, tmp_path):

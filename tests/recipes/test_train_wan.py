@@ -119,6 +119,10 @@ def test_resume_goes_on_from_the_newest_whole_checkpoint(straight, setup, tmp_pa
     said = capsys.readouterr().err
     assert "as given, not the checkpoint's" not in said
     assert "optimizer steps 8 of 11 done" in said
+    epoch = [line for line in straight.metrics if line["epoch"] == straight.metrics[8]["epoch"]]
+    left = [line["samples"] for line in epoch if line["step"] > 8]
+    assert f"  epoch {epoch[0]['epoch']}: {sum(left)} samples not yet seen, in {len(left)} optimizer steps\n" in said
+    assert len(left) < len(epoch), "the run should go on inside an epoch"
     assert "| 8/11 [" in said, "the bar should begin where the run does"
     assert not list(run.glob("partial-*")), "what a killed save left should be gone"
 
