@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The whole product on small real files, two CPU processes: prepare -> measure, fit, plan -> train -> resume -> report.
-# Usage: recipes/demo.sh [folder with your own clips, stills and metadata.jsonl]
+# Usage: recipes/demo.sh [folder with your own clips and stills; captions as docs/data.md says]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
@@ -10,6 +10,14 @@ data=${1:-$out/clips}
 launch="accelerate launch --config_file accelerate_configs/cpu.yaml --main_process_port 0"
 say() { printf '\n\033[1m== %s\033[0m\n' "$*" >&2; }
 
+mkdir -p "$out"
+if [ -n "${1:-}" ]; then
+    [ -d "$data" ] || { echo "demo: there is no folder $data; DATA must be one of clips and stills" >&2; exit 1; }
+    case "$(realpath "$data")/" in "$(realpath "$out")"/*)
+        echo "demo: $data lies in $out, which the demo empties first: move it out of there" >&2
+        exit 1 ;;
+    esac
+fi
 rm -rf "$out"
 mkdir -p "$out"
 
@@ -30,7 +38,7 @@ adaptiveload scan "$out/prepared"
 
 say "3/5 time training steps on the live FSDP2 model, fit, plan, simulate"
 $launch recipes/benchmark_shapes.py --pretrained_model_name_or_path "$out/tiny_wan" --dataset "$out/prepared" \
-    --output_dir "$out/config" --gradient_accumulation_steps 2 --max_points 9
+    --output_dir "$out/config" --gradient_accumulation_steps 2 --max_points 10
 
 say "4/5 train on 2 ranks: 12 optimizer steps and a checkpoint, then resume to 24 with the samples not yet seen"
 train="$launch recipes/train_wan.py --pretrained_model_name_or_path $out/tiny_wan --dataset $out/prepared
