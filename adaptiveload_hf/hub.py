@@ -153,6 +153,20 @@ def full_id(repo_id: str, *, token: str | bool | None = None) -> str:
         raise UserError(_reason(error, repo_id)) from error
 
 
+def make_repository(repo_id: str, *, token: str | bool | None = None) -> str:
+    """Make a model repository unless it exists: before long work, whose result it is for.
+
+    Returns: its "user/repo".
+
+    Raises:
+        UserError: no Hub id, not logged in, no right to write there, or the Hub fails.
+    """
+    try:
+        return _make_repository(full_id(repo_id, token=token), token, None)
+    except _HUB_FAILURES as error:
+        raise UserError(_reason(error, repo_id)) from error
+
+
 def push_folder(
     folder: str | Path,
     files: list[str],

@@ -6,7 +6,7 @@ from accelerate import Accelerator
 from huggingface_hub import ModelCardData
 from model_setup import load_index
 
-from adaptiveload_hf.hub import full_id, is_hub_id, push_folder
+from adaptiveload_hf.hub import is_hub_id, make_repository, push_folder
 
 _USE = {
     True: """import torch
@@ -31,16 +31,16 @@ def add_hub_arguments(parser) -> None:
 
 
 def find_repository(accelerator: Accelerator, args) -> str | None:
-    """The full id to push to, asked for before training, so that a missing login is not found out after it.
+    """The full id to push to, made before training, so that who may not write there does not find out after it.
 
     Only the main process knows it; None on others, and where nothing is pushed.
 
     Raises:
-        UserError: not logged in.
+        UserError: not logged in, or with a token that may not write there.
     """
     if not (args.push_to_hub and accelerator.is_main_process):
         return None
-    return full_id(args.hub_model_id or Path(args.output_dir).resolve().name, token=args.hub_token)
+    return make_repository(args.hub_model_id or Path(args.output_dir).resolve().name, token=args.hub_token)
 
 
 def publish(args, repository: str | None, loader, model_class, folder: str, environment: dict) -> None:

@@ -62,15 +62,21 @@ def test_a_lora_is_pushed_alone_with_how_to_load_it(setup, hub, tmp_path):
 
 def test_a_push_that_is_refused_in_the_end_leaves_everything_saved_and_the_command_for_later(setup, hub, tmp_path):
     run = tmp_path / "run"
+    hub.fail(r"POST /api/models/.*/commit/.*", 403)
     with pytest.raises(UserError, match=r"hf upload .*run.* --include README.md .*transformer/\*"):
-        push(setup, run, token=READ_TOKEN)
+        push(setup, run)
     assert (run / "README.md").exists()
     assert (run / "transformer" / "diffusion_pytorch_model.safetensors").exists()
 
 
-def test_who_is_not_logged_in_learns_it_before_the_training(setup, hub, tmp_path):
-    with pytest.raises(UserError, match=r"[Ll]og in|logged in"):
-        train_here(setup, tmp_path / "run", "--push_to_hub")
+@pytest.mark.parametrize("name", [(), ("--hub_model_id", f"{OWNER}/cats")])
+@pytest.mark.parametrize(
+    ("token", "said"),
+    [((), r"[Ll]og in|logged in"), (("--hub_token", READ_TOKEN), r"refuses to write to .*status 403")],
+)
+def test_who_may_not_write_learns_it_before_the_training(setup, hub, tmp_path, name, token, said):
+    with pytest.raises(UserError, match=said):
+        train_here(setup, tmp_path / "run", "--push_to_hub", *name, *token)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
