@@ -121,7 +121,7 @@ def open_clip(path: Path, options: dict | None = None) -> Any:
 
 
 def video_stream(container: Any) -> Any:
-    """The first video of what `open_clip` opened; a cover picture is none.
+    """The first video of what `open_clip` opened; a cover picture is none, nor a thumbnail beside another video.
 
     Raises:
         UserError: there is none that can be decoded.
@@ -131,6 +131,7 @@ def video_stream(container: Any) -> Any:
     streams = [s for s in container.streams.video if not s.disposition & av.stream.Disposition.attached_pic]
     if not streams:
         raise UserError("it has no video" + (", only sound" if container.streams.audio else ""))
+    streams = [s for s in streams if s.frames != 1] or streams  # 0: the file does not say
     if streams[0].codec_context is None:
         raise UserError("it is damaged, or FFmpeg has no decoder for its codec")
     return streams[0]

@@ -305,6 +305,24 @@ def test_sound_alone_is_no_video_even_with_a_cover_picture(tmp_path):
     assert refusal(write_sound(tmp_path / "b.mp4", cover.getvalue())) == "it has no video, only sound"
 
 
+@pytest.mark.parametrize("first", ["thumbnail", "clip"])
+def test_a_thumbnail_that_is_a_video_of_one_frame_is_not_taken_for_the_clip(tmp_path, first):
+    """As some cameras write it, without saying that it is one."""
+    clips = {"thumbnail": moving_bar(1, 32, 32), "clip": moving_bar(9)}
+    with av.open(str(tmp_path / "a.mp4"), "w") as output:
+        streams = {name: output.add_stream("libx264", rate=FPS) for name in sorted(clips, key=first.__ne__)}
+        for name, stream in streams.items():
+            stream.height, stream.width = clips[name][0].shape[:2]
+            stream.pix_fmt = "yuv420p"
+        for name, stream in streams.items():
+            for index, pixels in enumerate(clips[name]):
+                frame = av.VideoFrame.from_ndarray(pixels)
+                frame.pts, frame.time_base = index, 1 / FPS
+                output.mux(stream.encode(frame))
+            output.mux(stream.encode())
+    assert media.look(tmp_path / "a.mp4", FPS, 9) == media.Footage(tuple(range(9)), 48, 64, True)
+
+
 def test_a_playlist_named_like_a_clip_does_not_have_other_files_read(tmp_path):
     write_clip(tmp_path / "other.mp4", moving_bar(5))
     (tmp_path / "a.mp4").write_text("ffconcat version 1.0\nfile other.mp4\n")
