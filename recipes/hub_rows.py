@@ -5,6 +5,7 @@ from pathlib import Path
 
 import datasets
 from data_folder import Listing
+from fingerprints import write_whole
 from tqdm import tqdm
 
 from adaptiveload_hf.errors import UserError
@@ -29,10 +30,11 @@ def unpack_dataset(
         The Listing; files are named by the number of their row.
 
     Raises:
-        UserError: the dataset cannot be loaded, or has no such columns.
+        UserError: the dataset cannot be loaded, or has no such columns, or the folder has another one's files.
     """
     rows, media_column = open_rows(name, config_name, media_column, caption_column)
     folder.mkdir(parents=True, exist_ok=True)
+    claim(folder, name if config_name is None else f"{name}, configuration {config_name}")
     listing = Listing()
     for number, row in enumerate(tqdm(rows, desc="unpacking", unit="file")):
         media, caption = row[media_column], row[caption_column]
@@ -48,6 +50,17 @@ def unpack_dataset(
             if not caption:
                 listing.without_caption.append(file)
     return listing
+
+
+def claim(folder: Path, dataset: str):
+    """Files are named by row numbers, so those of another dataset would take the place of these one by one."""
+    mark = folder / ".dataset"
+    if mark.exists() and (earlier := mark.read_text(encoding="utf-8")) != dataset:
+        raise UserError(
+            f"{folder} has the files of the dataset {earlier}, and what was encoded of them would be removed for "
+            f"those of {dataset}. Give another --output_dir, or remove {folder} to go on here."
+        )
+    write_whole(mark, dataset.encode())
 
 
 def open_rows(

@@ -1,5 +1,7 @@
 """Are SD3, image to video and TI2V prepared as their pipelines do it, and the Hub's datasets as folders are?"""
 
+import shutil
+
 import datasets
 import pytest
 import torch
@@ -160,6 +162,23 @@ def test_datasets_of_the_hub_are_prepared_like_folders_and_only_what_changed_aga
     ):
         with pytest.raises(SystemExit, match=message):
             run(monkeypatch, None, tmp_path / "out", tiny_pipeline, *words)
+
+
+def test_another_dataset_does_not_take_the_place_of_one_whose_rows_have_the_same_numbers(
+    tmp_path, monkeypatch, tiny_pipeline
+):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    for name, tone in (("one", 0), ("two", 200)):
+        rows = datasets.Dataset.from_dict({"image": [Image.new("RGB", (48, 32), (tone,) * 3)], "text": [name]})
+        (tmp_path / name).mkdir()
+        rows.cast_column("image", datasets.Image()).to_parquet(tmp_path / name / "train.parquet")
+    run(monkeypatch, None, tmp_path / "out", tiny_pipeline, "--dataset_name", tmp_path / "one")
+    with pytest.raises(SystemExit, match=r"has the files of the dataset \S+one, and .* Give another --output_dir, or"):
+        run(monkeypatch, None, tmp_path / "out", tiny_pipeline, "--dataset_name", tmp_path / "two")
+    assert load_prepared(tmp_path / "out")["caption"][:] == ["one"]
+    shutil.rmtree(tmp_path / "out" / "media")
+    run(monkeypatch, None, tmp_path / "out", tiny_pipeline, "--dataset_name", tmp_path / "two")
+    assert load_prepared(tmp_path / "out")["caption"][:] == ["two"]
 
 
 def test_a_video_folder_is_read_through_datasets_without_decoding(root, tmp_path, monkeypatch):
