@@ -116,7 +116,8 @@ class TrainingMonitor:
         self._check_calls(len(self._micro_steps) - len(self._losses) - 1)
         self._losses.append(loss.detach().float())
         self._pairs.append(self._clock.take())
-        if not self.accelerator.sync_gradients:
+        # Not by sync_gradients, which a micro-batch that the loop passes over leaves as it was.
+        if (self._micro_steps[-1] + 1) % self._schedule.gradient_accumulation_steps:
             return None
         sent = self._exchange(flag)
         # While the device still works: whatever comes after the numbers are read, it waits for.

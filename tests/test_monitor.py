@@ -188,6 +188,34 @@ def test_a_loss_may_be_a_tensor_of_one_element():
     assert metrics["loss"] == 1.5
 
 
+def pass_over(odd):
+    """Losses of the steps of an epoch in which the main process passes over the micro-batches `odd`."""
+    accelerator = make_accelerator(gradient_accumulation_steps=2)
+    loader = image_loader(accelerator, (8, 8), (2, 2), balance="none")
+    found = []
+    for number, _ in enumerate(monitor := TrainingMonitor(accelerator, None, loader)):
+        if number in odd and accelerator.is_main_process:
+            found.append(monitor.micro_step_done(torch.tensor(0.0)))
+            continue
+        with accelerator.accumulate():
+            found.append(monitor.micro_step_done(torch.tensor(1.0)))
+    return [metrics and metrics["loss"] for metrics in found]
+
+
+@pytest.mark.parametrize("odd", [(0, 4), (1,), (2, 3)])
+def test_steps_end_where_the_schedule_says_whatever_the_loop_passes_over(odd):
+    losses = [number not in odd for number in range(8)]
+    means = [(first + second) / 2 for first, second in zip(losses[::2], losses[1::2])]
+    with fresh_accelerate(ACCELERATE_USE_CPU="true"):
+        assert pass_over(odd) == [value for mean in means for value in (None, mean)]
+
+
+@pytest.mark.distributed
+def test_one_rank_may_pass_over_what_another_trains_on():
+    first, second = on_ranks(2, pass_over, (0, 2))
+    assert first == second == [None, 0.75, None, 0.75]
+
+
 @pytest.mark.parametrize(("loss", "found"), [(1.5, "float"), (torch.ones(3), r"a tensor \[3\]")])
 def test_a_loss_that_is_no_tensor_of_one_number_is_refused(loss, found):
     with fresh_accelerate(ACCELERATE_USE_CPU="true"):
