@@ -325,6 +325,10 @@ def test_commands_push_and_plan_from_a_branch(hub, config, tmp_path, monkeypatch
     status, out, err = command("plan", "someone/wan", *options, "--revision", "trial")
     assert status == 0 and "21x60x104" in out and "--revision trial" in err.splitlines()[-1]
     assert command("plan", "someone/wan", *options)[0] == 1
+    status, out, err = command("push", tmp_path / "config", "mine")
+    assert status == 0 and "next: adaptiveload plan someone/mine --dataset" in err, (
+        "which `plan` could not find by `mine`"
+    )
     hub.fail(COMMIT, 403)
     status, out, err = command("push", tmp_path / "config", "someone/other")
     assert (status, out) == (1, "")

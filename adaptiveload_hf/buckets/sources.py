@@ -42,7 +42,7 @@ def load_prepared(path: str | Path) -> Dataset:
     if not (folder / "state.json").is_file():
         raise UserError(
             f"Expected a prepared dataset in {path}, but found none there. "
-            "Run recipes/prepare_dataset.py with this --output_dir first."
+            "Give the --output_dir of recipes/prepare_dataset.py, which makes one of your clips and pictures."
         )
     try:
         # `datasets` saves an empty table, but cannot load it.

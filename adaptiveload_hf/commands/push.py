@@ -11,7 +11,9 @@ from .arguments import AsJson, Config, say_next_plan
 
 def push(
     config: Config,
-    repository: Annotated[str, typer.Argument(metavar="REPOSITORY", help="user/repo, created if missing.")],
+    repository: Annotated[
+        str, typer.Argument(metavar="REPOSITORY", help="user/repo, or repo of yours; created if missing.")
+    ],
     private: Annotated[
         bool | None, typer.Option("--private/--public", help="Visibility of a new repository. Default: the Hub's.")
     ] = None,
@@ -27,9 +29,10 @@ def push(
       adaptiveload push config user/wan-1.3b-h200 --private
     """
     from ..config import BucketConfig
+    from ..hub import full_id
 
     loaded, folder = BucketConfig.from_pretrained(config), config if Path(config).is_dir() else None
     url = loaded.push_to_hub(repository, saved_in=folder, private=private, revision=revision)
     print_json({"url": url}) if as_json else print(url)
     branch = ("--revision", revision) if revision is not None else ()
-    say_next_plan(repository, loaded.environment, *branch)
+    say_next_plan(full_id(repository), loaded.environment, *branch)

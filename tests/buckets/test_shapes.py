@@ -145,7 +145,7 @@ def test_a_prepared_dataset_loads_from_either_folder(tmp_path):
 
 
 def test_an_absent_or_empty_prepared_dataset_is_refused(tmp_path):
-    with pytest.raises(UserError, match="Expected a prepared dataset"):
+    with pytest.raises(UserError, match=r"Expected a prepared dataset.*Give the --output_dir of recipes/prepare"):
         load_prepared(tmp_path)
     table([[16, 1, 8, 8]]).select([]).save_to_disk(str(tmp_path / "dataset"))
     with pytest.raises(UserError, match="is empty"):
