@@ -1,6 +1,7 @@
 """How do some samples lose their caption, so that the model learns to be guided away from none?"""
 
 import hashlib
+import os
 from pathlib import Path
 
 import torch
@@ -18,7 +19,8 @@ def make_caption_dropout(proportion: float, dataset_dir, seed: int, sizes: dict[
 
     Args:
         proportion: of samples, 0 to 1.
-        dataset_dir: output_dir of prepare_dataset.py; holds empty_prompt_embeds.safetensors.
+        dataset_dir: output_dir of prepare_dataset.py, or the folder dataset in it; empty_prompt_embeds.safetensors
+            is in the former.
         sizes: of the samples' tensors, by name.
 
     Raises:
@@ -28,7 +30,10 @@ def make_caption_dropout(proportion: float, dataset_dir, seed: int, sizes: dict[
         raise UserError(f"--proportion_empty_prompts is between 0 and 1, but it is {proportion}.")
     if proportion == 0:
         return lambda batch, epoch: batch
-    path = Path(dataset_dir, "empty_prompt_embeds.safetensors")
+    folder = Path(dataset_dir)
+    if (folder / "state.json").exists():  # the folder `dataset` in it, which is accepted too
+        folder = Path(os.path.abspath(folder)).parent
+    path = folder / "empty_prompt_embeds.safetensors"
     if not path.exists():
         raise UserError(
             f"--proportion_empty_prompts needs the embedding of the empty caption, but there is no {path}. Give the "

@@ -151,6 +151,9 @@ def test_captions_are_dropped_in_the_share_that_was_asked_the_same_ones_in_any_b
     assert torch.equal(drop(part, 0)["prompt_embeds"].eq(7).flatten(1).all(1), dropped[100:103])
     assert not torch.equal(drop(batch, 1)["prompt_embeds"].eq(7).flatten(1).all(1), dropped)
     assert drop(batch, 0)["prompt_embeds"].dtype == torch.bfloat16
+    (tmp_path / "dataset").mkdir()
+    (tmp_path / "dataset" / "state.json").touch()
+    make_caption_dropout(0.25, tmp_path / "dataset", seed=0, sizes=sizes)  # load_prepared takes either folder
 
 
 def nan_in_steps(monkeypatch, *micro_steps):
