@@ -19,6 +19,7 @@ from .hub import is_hub_id, read_dataset_column
 _VAE_SCALES = {128: (8, 32), 48: (4, 16), 12: (6, 8)}
 _USUAL_SCALE = (4, 8)
 STILL_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif"}
+STILL_SUFFIXES |= {".jfif"}  # what browsers on Windows call a JPEG
 CLIP_SUFFIXES = {".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".flv", ".wmv", ".ogv"}
 CLIP_SUFFIXES |= {".3gp", ".mts", ".m2ts"}  # of telephones and camcorders
 ANIMATED_FORMATS = {"GIF", "WEBP", "PNG", "AVIF"}  # Pillow's names

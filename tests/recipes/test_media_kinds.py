@@ -105,6 +105,7 @@ def test_a_still_is_known_by_its_content_not_its_suffix(tmp_path):
     Image.new("RGB", (16, 16), (1, 2, 3)).save(tmp_path / "a.png")
     (tmp_path / "a.png").rename(tmp_path / "a.JPG")
     assert (pixels_of(tmp_path / "a.JPG") == [1, 2, 3]).all()
+    assert (pixels_of(saved(tmp_path / "b.jfif", Image.new("RGB", (16, 16), (90, 90, 90)))) == 90).all()
 
 
 def test_a_tiff_of_several_pages_is_refused(tmp_path):
