@@ -70,16 +70,24 @@ def _json_lines(content: bytes):
 
 def _json_object(line: bytes) -> dict | UserError:
     try:
-        row = json.loads(line.decode())
+        row = json.loads(line.decode(), object_pairs_hook=_each_key_once)
     except UnicodeDecodeError:
         return UserError("it is not UTF-8; save the file as UTF-8")
     except json.JSONDecodeError as error:
         return UserError(f"it is not JSON, or cut short, at column {error.colno}")
-    except ValueError as error:  # a number of more digits than Python reads
+    except ValueError as error:  # a key twice, or a number of more digits than Python reads
         return UserError(f"its JSON cannot be read: {error}")
     except RecursionError:
         return UserError("its JSON is nested too deeply")
     return row if isinstance(row, dict) else UserError("it must be a JSON object")
+
+
+def _each_key_once(pairs: list[tuple]) -> dict:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        key = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"it has the key {key!r} more than once")
+    return row
 
 
 def _csv_lines(path: Path, content: bytes):

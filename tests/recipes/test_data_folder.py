@@ -114,8 +114,9 @@ def test_two_columns_of_one_name_are_refused_and_nameless_ones_not(root):
     assert list_samples(root).captions == {"a.png": "one"}
 
 
-def test_a_number_too_long_to_read_and_text_that_is_no_utf8_cost_their_rows_alone(root):
+def test_a_number_too_long_to_read_a_key_twice_and_text_that_is_no_utf8_cost_their_rows_alone(root):
     rows = [f'{{"file_name": "a.png", "n": {"9" * 5000}}}', '{"file_name": "b.png", "text": "x"}']
+    rows += ['{"file_name": "a.png", "text": "which", "text": "one?"}']
     write(root / "metadata.jsonl", "\n".join(rows))
     table = pyarrow.table({"file_name": ["a.png", "sub/a.png"], "text": ["good", "BAD."]})
     pyarrow.parquet.write_table(table, root / "metadata.parquet", use_dictionary=False)
@@ -125,6 +126,7 @@ def test_a_number_too_long_to_read_and_text_that_is_no_utf8_cost_their_rows_alon
     assert listing.captions == {"b.png": "x", "a.png": "good"}
     found = refused(listing)
     assert found["metadata.jsonl:1"].startswith("its JSON cannot be read: Exceeds the limit (4300 digits)")
+    assert found["metadata.jsonl:3"] == "its JSON cannot be read: it has the key 'text' more than once"
     assert found["metadata.parquet:2"] == "it is not UTF-8; write the file anew from text that is"
 
 
