@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import sd3_training
 import wan_training
 from accelerate.utils import broadcast_object_list, gather_object, set_seed
-from data_setup import parse_batch_sizes
+from data_setup import parse_batch_sizes, parse_repeats
 from flow_matching import make_flow_matching
 from lora import add_lora_arguments
 from model_setup import (
@@ -32,6 +32,7 @@ from training_loop import run_micro_step
 
 from adaptiveload_hf import BucketConfig, LatentShape, TokenGeometry, UserError, fit_cost_model, make_accelerator
 from adaptiveload_hf.benchmark import measure_shapes, measure_steps
+from adaptiveload_hf.buckets.deal import check_balance
 from adaptiveload_hf.buckets.fit import SURE_POINTS, describe_measurements, find_outliers
 from adaptiveload_hf.buckets.plan import check_samples
 from adaptiveload_hf.buckets.points import Point
@@ -116,6 +117,10 @@ def bucket_config_for(accelerator, args, dataset) -> BucketConfig:
     if folder == "auto":
         folder = Path(args.output_dir) / "bucket_config"
         if not broadcast_object_list([(folder / "bucket_config.json").exists()])[0]:
+            # What would be wrong with the plan is said before minutes of measuring.
+            check_balance(args.balance)
+            parse_batch_sizes(args.batch_sizes)
+            parse_repeats(args.repeats, dataset)
             benchmark(accelerator, args, dataset, shape_counts(read_shapes(dataset)), folder)
             accelerator.free_memory()
             set_seed(args.seed)

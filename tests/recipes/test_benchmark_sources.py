@@ -1,6 +1,7 @@
 """Is the benchmark that a training run starts with kept, and does it need neither pipeline nor dataset of its own?"""
 
 import json
+import re
 import sys
 from types import SimpleNamespace
 
@@ -47,6 +48,13 @@ def test_a_run_that_measures_first_and_tries_its_buckets_is_the_one_with_the_fin
     assert "preflight: passed before, as" in capsys.readouterr().err
     train_here(setup, run, *resume, "--max_grad_norm", 2, preflight=True, max_train_steps=7)
     assert "buckets, the worst" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [("--balance", "stripes"), ("--batch_sizes", "1x4x4"), ("--repeats", "gone*=2")])
+def test_a_plan_that_cannot_be_made_is_refused_before_it_is_measured_for(setup, tmp_path, words):
+    with pytest.raises(UserError, match=re.escape(words[1])):
+        train_here(setup, tmp_path, *words, max_train_steps=1)
+    assert not (tmp_path / "bucket_config").exists()
 
 
 def test_a_transformer_config_and_a_file_of_shapes_are_enough(setup, tmp_path, monkeypatch, capsys):
