@@ -50,7 +50,7 @@ class Run:
             yield number, "with a batch"
             if style == "passes over" and number in odd:
                 continue
-            if style in ("plain", "gradients dropped first"):
+            if style in ("plain", "steps by itself", "gradients dropped first"):
                 yield from self.micro_step(number, batch, style, odd)
             else:
                 with self.accelerator.accumulate(self.model):
@@ -69,10 +69,11 @@ class Run:
             counts * self.accelerator.gradient_accumulation_steps * self.accelerator.num_processes
         )
         yield number, "before the update"
-        if not (style == "updates left out" and number in odd):
+        between = style == "steps by itself" and (number + 1) % self.accelerator.gradient_accumulation_steps
+        if not between and not (style == "updates left out" and number in odd):
             self.optimizer.step()
         yield number, "after the update"
-        if style != "gradients dropped first":
+        if not between and style != "gradients dropped first":
             self.optimizer.zero_grad()
         yield number, "without gradients"
 
@@ -80,18 +81,18 @@ class Run:
         return self.accelerator.unwrap_model(self.model).weight.detach().round().long().flatten().tolist()
 
 
-def finish(accumulation, checkpoint):
+def finish(accumulation, checkpoint, style="accumulate"):
     """Another process goes on with what is left of the epoch."""
     run = Run(accumulation, str(checkpoint))
     if run.loader.epoch == 0:
-        list(run.train())
+        list(run.train(style))
     assert run.loader.epoch == 1 and run.loader.global_step == run.loader.global_step_after(1)
     return run.times_trained()
 
 
 STYLES = [
     *((1, "accumulate"), (2, "accumulate"), (3, "accumulate")),
-    *((1, "plain"), (1, "gradients dropped first")),
+    *((1, "plain"), (2, "steps by itself"), (3, "steps by itself"), (1, "gradients dropped first")),
 ]
 
 
@@ -106,7 +107,7 @@ def test_a_checkpoint_of_any_place_goes_on_with_what_is_not_in_the_model(tmp_pat
             run.accelerator.save_state(str(tmp_path / str(number)))
     assert run.times_trained() == [1] * sum(COUNTS)
     for number in saved:
-        assert finish(accumulation, tmp_path / str(number)) == [1] * sum(COUNTS), number
+        assert finish(accumulation, tmp_path / str(number), style) == [1] * sum(COUNTS), number
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -120,7 +121,7 @@ def test_a_checkpoint_after_a_loop_that_was_left_goes_on_with_what_is_not_in_the
         assert (number, place) in loop  # reads up to there
         loop.close()
         run.accelerator.save_state(str(tmp_path / str(number)))
-        assert finish(accumulation, tmp_path / str(number)) == [1] * sum(COUNTS), number
+        assert finish(accumulation, tmp_path / str(number), style) == [1] * sum(COUNTS), number
 
 
 @pytest.mark.parametrize("odd", [(2, 3, 5), (0,), (0, 1, 2)])
