@@ -70,6 +70,7 @@ def run_steps(accelerator: Accelerator, args, model, loader, scheduler, run, tot
                 # Last: it may run out of memory, or take longer than who asked to stop will wait.
                 if finished or (step % args.validation_steps == 0 and not stop):
                     for validate in validators:
+                        bar.set_description("validating")  # a clip may take minutes
                         try:
                             validated = _finite(validate(step))
                         except torch.OutOfMemoryError:
@@ -77,6 +78,7 @@ def run_steps(accelerator: Accelerator, args, model, loader, scheduler, run, tot
                         if validated:
                             _complete(accelerator, output_dir, metrics, validated)
                             metrics |= validated
+                    bar.set_description("training")
                 if stop or finished:
                     break
                 done = []

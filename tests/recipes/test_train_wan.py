@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import signal
 import sys
@@ -94,11 +95,13 @@ def test_the_trained_transformer_loads_alone_and_into_the_pipeline(straight, set
     assert torch.isfinite(frames).all()
 
 
-def test_validation_does_not_move_the_training(straight, setup, tmp_path):
+def test_validation_does_not_move_the_training(straight, setup, tmp_path, capsys):
     """Nor does the tracker, and a checkpoint changes nothing either: the same losses bit for bit without them."""
     held_out = save_prepared(tmp_path / "held_out", {"1x4x4": 5, "5x4x8": 2, "3x4x4": 1}, seed=1)
     options = ("--validation_dataset", held_out, "--validation_steps", 2)
     metrics = train_here(setup, tmp_path / "run", *options, max_train_steps=5, checkpointing_steps=100)
+    bars = re.findall(r"(\w+): +\d+%\|[^|]*\| (\d)/5", capsys.readouterr().err)
+    assert ("validating", "2") in bars and bars[-1] == ("training", "5"), "or a long one would look like a hang"
     validated = [{name: line.pop(name) for name in list(line) if "validation" in name} for line in metrics]
     assert timeless(metrics) == timeless(straight.metrics)[:5]
     assert [bool(values) for values in validated] == [False, True, False, True, True]
