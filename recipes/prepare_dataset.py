@@ -48,6 +48,7 @@ from transformers import AutoTokenizer
 from adaptiveload_hf.buckets.shapes import LatentShape, read_shapes, shape_counts
 from adaptiveload_hf.distributed import all_ranks_fail_together
 from adaptiveload_hf.errors import DISK_IS_FULL, UserError, exit_on_user_error
+from adaptiveload_hf.tables import say_next
 
 PROGRAM = "prepare_dataset.py"
 EMPTY_PROMPT = "empty_prompt_embeds.safetensors"
@@ -81,9 +82,8 @@ def encode(accelerator, work: list[tuple], load_encoder, get_input, output_dir: 
         encoder = load_encoder()
     share = f" (1 of {accelerator.num_processes} shares)" if accelerator.num_processes > 1 else ""
     inputs = in_threads(accelerator, lambda pair: get_input(pair[1]), mine)
-    for (key, _), found in tqdm(
-        inputs, desc=f"encoding{share}", total=len(mine), unit=unit, disable=not accelerator.is_main_process
-    ):
+    unseen = not accelerator.is_main_process or not mine
+    for (key, _), found in tqdm(inputs, desc=f"encoding{share}", total=len(mine), unit=unit, disable=unseen):
         if isinstance(found, UserError):
             failures[key] = str(found)
             continue
@@ -258,6 +258,7 @@ def finish(args, family: Family, folder: Path, plan: Plan, listing: Listing, fai
         )
     print_buckets(counts, family)
     print(f"{len(index)} samples in {output_dir / 'dataset'}, report in {output_dir / REPORT}", file=sys.stderr)
+    say_next("adaptiveload", "scan", str(output_dir))
 
 
 def write_report(output_dir: Path, index: datasets.Dataset, listing: Listing, more: dict) -> dict[LatentShape, int]:

@@ -110,12 +110,14 @@ EVERYTHING = ["a.mp4", "a.png", "b.bmp", "c.png", "sub/a.mp4"]
 CAPTIONS = ["caption of a", "caption of b", "caption of c", "caption of sub/a"]
 
 
-def test_edited_captions_and_files_are_redone_and_nothing_else_is(preparing, root):
+def test_edited_captions_and_files_are_redone_and_nothing_else_is(preparing, root, capsys):
     preparing.expect(looked=EVERYTHING, encoded=EVERYTHING, captions=CAPTIONS, added=5)
     made = (preparing.output / "dataset").stat().st_ino
     for file in (root / "a.png", root / "a.txt", preparing.pipeline / "vae/config.json"):
         os.utime(file)
+    capsys.readouterr()
     preparing.expect(kept=5)
+    assert "encoding" not in capsys.readouterr().err, "a bar of nothing"
     assert (preparing.output / "dataset").stat().st_ino == made
 
     (root / "sub/a.txt").write_text("another caption")

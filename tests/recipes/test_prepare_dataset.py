@@ -151,6 +151,7 @@ def test_the_good_samples_of_a_bad_folder_are_kept_and_all_else_is_listed_before
     assert kept == {"a.png": "one", "a.mp4": "ein Clip, schön", "sub/a.png": "", "B.JPEG": "upper case"}
     words = capsys.readouterr().err
     assert all(f"refused {file}: {reason}\n" in words for file, reason in refused.items())
+    assert words.splitlines()[-1] == f"next: adaptiveload scan {tmp_path / 'out'}"
     assert words.index("4 samples can be used, 13 refused") > words.rindex("refused cut.mp4")
     assert words.index("4 samples can be used, 13 refused") < words.index("encoding")
     assert "passed over, neither pictures nor clips by their suffix: 1 .pdf\n" in words
