@@ -70,6 +70,9 @@ def scan(source: str | Path, *, fps: float = 16.0) -> Scan:
     if any((folder / "state.json").is_file() for folder in (path, path / "dataset")):
         return _of_table("prepared dataset", load_prepared(path))
     suffixes = Counter([path.suffix]) if path.is_file() else _suffixes(path)
+    for inside in sorted(path.rglob("dataset/state.json")) if ".tar" in suffixes else ():
+        if (inside.parents[1] / "shards").is_dir():  # whose tar files are its own
+            raise UserError(f"{path} holds a prepared dataset among other files. Give that one: {inside.parents[1]}")
     # What the latents were normalised with, and how long captions are, is asked only of those who read rows.
     options = {"latent_normalized": True, "prompt_length": _ANY_LENGTH}
     if ".tar" in suffixes:

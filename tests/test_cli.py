@@ -113,6 +113,9 @@ def test_fit_from_a_log_writes_a_config_that_plans_within_what_ran(run, files):
     for wrong in ((), ("measurements.jsonl", "--from-log", "log.jsonl")):
         status, _, err = run("fit", *wrong, "--output", "refitted")
         assert status == 2 and "give either MEASUREMENTS or --from-log LOG" in err
+    status, _, err = run("fit", "log.jsonl", "--output", "refitted")
+    assert status == 1 and len(err.splitlines()) == 1, "not the same of each of a thousand lines"
+    assert "line 1: not a measurement" in err and "is given by --from-log" in err
 
 
 def test_fit_takes_the_geometry_of_a_log_from_its_set_up_or_options_and_guesses_none(run, files):

@@ -53,6 +53,16 @@ def test_a_prepared_dataset(tmp_path):
     )
 
 
+def test_a_prepared_dataset_among_other_files_is_the_one_to_give(tmp_path):
+    """As where it was prepared into the folder of its clips: its shards are no tar shards of WebDataset's kind."""
+    save_dataset(tmp_path / "clips/prepared", {"1x8x8": 2})
+    (tmp_path / "clips/prepared/shards").mkdir()
+    (tmp_path / "clips/prepared/shards/0.tar").touch()
+    write_clip(tmp_path / "clips/a.mp4", moving_bar(9))
+    with pytest.raises(UserError, match=r"among other files. Give that one: .*clips/prepared$"):
+        scan(tmp_path / "clips")
+
+
 def test_cached_latents_whose_captions_have_lengths_of_their_own(tmp_path):
     for key, frames in (("a", 2), ("b", 2), ("c", 3)):
         save_musubi(tmp_path, key, latent(frames), torch.randn(frames, 8).bfloat16(), cut="00000-017")

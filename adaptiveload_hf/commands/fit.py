@@ -100,6 +100,11 @@ def _fit_measurements(path):
     from ..buckets.fit import fit_cost_model
 
     measured, problems = read_measurements(path)
+    if problems and not measured:
+        raise UserError(
+            f"{problems[0]} Not one line of it is a measurement. Give the measurements.jsonl of a benchmark; the "
+            "metrics.jsonl of a training run is given by --from-log."
+        )
     for problem in problems:
         warnings.warn(f"{problem} The other lines are used.", stacklevel=1)
     return measured, fit_cost_model(measured)
