@@ -150,6 +150,47 @@ def test_a_loader_passes_on_what_the_plan_takes(config):
     assert loader.plan.batch_size_of("1x60x104") == 10
 
 
+# Qwen-Image, FLUX.2-klein-4B and Sana 1.6B: what their config.json have and the class's defaults have not.
+RELEASED = {
+    "QwenImageTransformer2DModel": {"pooled_projection_dim": 768, "num_layers": 60},
+    "Flux2Transformer2DModel": {
+        **{"num_attention_heads": 24, "num_layers": 5, "num_single_layers": 20, "joint_attention_dim": 7680},
+        **{"guidance_embeds": False},
+    },
+    "SanaTransformer2DModel": {"num_layers": 20},
+}
+
+
+@pytest.mark.parametrize("model_class", RELEASED)
+def test_a_released_model_is_counted_planned_and_dealt_without_its_weights(model_class, tmp_path, monkeypatch):
+    from accelerate import Accelerator
+
+    sizes = {"1x32x32": 8, "1x64x64": 4, "1x128x128": 1}
+    (tmp_path / "config.json").write_text(json.dumps({"_class_name": model_class, **RELEASED[model_class]}))
+    batch_sizes = [word for shape, size in sizes.items() for word in ("--batch-size", f"{shape}={size}")]
+    (tmp_path / "shapes.json").write_text(json.dumps(dict.fromkeys(sizes, 40)))
+    simulate = ["--shapes", str(tmp_path / "shapes.json"), "--world-size", "4", "--gradient-accumulation-steps", "2"]
+    for line in (
+        ["count", str(tmp_path), "--output", str(tmp_path / "counted"), *batch_sizes],
+        ["simulate", str(tmp_path / "counted"), *simulate],
+    ):
+        monkeypatch.setattr(sys, "argv", ["adaptiveload", *line])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert not ended.value.code
+    config = BucketConfig.from_pretrained(tmp_path / "counted")
+    numbers = [config.cost_model.seconds(1, config.geometry.tokens(LatentShape.parse(shape))) for shape in sizes]
+    assert numbers[0] < numbers[1] / 2 < numbers[2] / 4
+    shapes = index_shapes(np.array([(1, edge, edge) for edge in (32, 64, 128) for _ in range(40)]))
+    with fresh_accelerate():
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        loader = BucketDataLoader(
+            NumberedRows(120), config, accelerator=accelerator, shapes=shapes, collate_fn=collate_numbers
+        )
+        seen = [int(number) for batch in loader for number in batch["number"]]
+    assert sorted(seen) == list(range(120))
+
+
 @pytest.mark.parametrize("command", ["plan", "simulate"])
 def test_no_command_calls_it_seconds(command, saved, tmp_path, monkeypatch, capsys):
     (tmp_path / "shapes.json").write_text(json.dumps({str(shape): count for shape, count in COUNTS.items()}))

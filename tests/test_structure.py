@@ -28,6 +28,7 @@ LAYERS = [
         "buckets.collate",
         "buckets.cost",
         "buckets.latent_files",
+        "buckets.transformers",
         "device_memory",
         "figures",
         "hub",

@@ -1,26 +1,38 @@
-"""How much arithmetic is a training step? Counted from a diffusers transformer's own config, without running it."""
+"""How much arithmetic is a training step? Counted from a diffusers transformer's own config, without its weights."""
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from numpy.polynomial import Polynomial
+import diffusers
+import numpy as np
+import torch
+from accelerate import init_empty_weights
+from diffusers.models.attention_dispatch import attention_backend
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import flop_registry
 
 from ..errors import UserError
 from .cost import FlopCount
 from .shapes import TokenGeometry
+from .transformers import FAMILIES, Family
 
 # The backward of a matrix product is two products of its size.
 _TERAFLOP_OF_A_STEP = 3e-12
-_TIMESTEP_WIDTH = 256  # of the sinusoids, where diffusers fixes it
-_CLIP_TOKENS = 257  # of the image that Wan's image-to-video models attend to
-# Models built on one of the families below, with work of their own, in case only `model.config` is given, which does
-# not say the class.
-_OF_OTHER_MODELS = ("vace_", "audio_", "motion_", "image_proj_", "is_train_face")
+_UNIT = 32  # tokens; Z-Image fills up each sequence to a multiple of it
+# What a class raises in its __init__ or forward for values that are none of its own.
+_NOT_ITS_CONFIG = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_ELSE_MEASURE = (
+    "What cannot be counted can be measured: adaptiveload_hf.measure_shapes in your own loop (docs/cost-model.md), "
+    "then `adaptiveload fit measurements.jsonl --output config`."
+)
 
 
 class Counted(NamedTuple):
@@ -36,44 +48,49 @@ def flops_cost(config, text_tokens: int | None = None) -> FlopCount:
     return count_flops(config, text_tokens).cost
 
 
+@torch.inference_mode(mode=False)  # where layers are not taken apart into the products that are counted
 def count_flops(config, text_tokens: int | None = None) -> Counted:
     """c0*B + c1*B*S + c2*B*S**2 teraflop of a micro-batch: all matrix products and attentions, forward and backward.
 
-    The forward's, times 3. What a GPU takes for them depends on how well it runs each, so the numbers are right in
-    proportion only, and without anything that a step costs beside them.
+    The forward's, times 3. diffusers' own class runs it on a few tokens on the CPU, with weights that take no memory
+    and products that are counted, but not computed, so a large model takes seconds. How long a GPU takes for a FLOP
+    differs: the numbers are right in proportion only, and without anything that a step costs beside them.
 
     Args:
         config: a diffusers transformer, its `config`, or a folder with its config.json (or with a pipeline whose
             transformer/ has it).
-        text_tokens: length of the prompt, if it is not the family's usual one (Wan, Flux: 512, SD3: 333,
-            HunyuanVideo: 256, LTX: 128, CogVideoX: its max_text_seq_length).
+        text_tokens: length of the prompt, if it is not the longest of the model's pipelines (Wan, Flux, Qwen-Image:
+            512, SD3: 333, HunyuanVideo: 256; `buckets.transformers` has all).
 
     Raises:
-        UserError: no config there, one of no known family, or a key whose value cannot be counted with.
+        UserError: no config there, one of no known class, or one that its class does not take.
     """
     keys = _read(config)
-    family = _family(keys)
-    for key in family.keys:
-        _check(key, keys[key])
-    text = family.text_tokens(keys) if text_tokens is None else text_tokens
-    if isinstance(text, bool) or not isinstance(text, int) or text < 0:
-        raise UserError(f"text_tokens must be a whole number of at least 0, but it is {text!r}.")
+    family, model_class = _family(config, keys)
     try:
-        geometry = TokenGeometry(family.patch_size(keys), text if family.text_joins else 0)
-        visual = Polynomial([-geometry.text_tokens, 1])
-        width = keys["num_attention_heads"] * keys["attention_head_dim"]
-        work = family.count(keys, width, visual, text, math.prod(geometry.patch_size))
-    except (TypeError, ValueError, OverflowError) as error:  # a list for a number, or words
+        own = {key: value for key, value in keys.items() if not key.startswith("_")}
+        model = _without_weights(model_class, {**own, **family.changed(own)})
+        keys = model.config
+        text = _text_tokens(family, keys, text_tokens)
+        geometry = TokenGeometry(family.patch_size(keys), text + sum(family.further) if family.text_joins else 0)
+        work = _work(family, model, (text, *family.further))
+    except UserError:
+        raise
+    except _NOT_ITS_CONFIG as error:
+        reason = str(error).partition("\n")[0][:200].rstrip(".")
         raise UserError(
-            f"A value in the config is not what a {family.model_class} has: {error}. Correct the config."
-        ) from None
+            f"diffusers' {family.model_class} does not run with this config: {reason}. Correct it. {_ELSE_MEASURE}"
+        ) from error
+    fixed, linear, quadratic = (float(coefficient) for coefficient in work)
+    joined = geometry.text_tokens
+    in_all_tokens = (fixed - linear * joined + quadratic * joined**2, linear - 2 * quadratic * joined, quadratic)
     # A model that drops its text early has a small negative c0; a cost model has none.
-    c0, c1, c2 = (max(0.0, float(c)) for c in (_TERAFLOP_OF_A_STEP * work).coef)
+    c0, c1, c2 = (max(0.0, _TERAFLOP_OF_A_STEP * c) for c in in_all_tokens)
     return Counted(family.model_class, geometry, FlopCount(0.0, c0, c1, c2))
 
 
 def _read(config) -> Mapping:
-    """The config's keys; only those of a file have `_class_name`."""
+    """The config's keys."""
     if isinstance(config, str | Path):
         folder = Path(config)
         files = [folder / "config.json", folder / "transformer" / "config.json"]
@@ -96,171 +113,86 @@ def _read(config) -> Mapping:
     return config
 
 
-def _family(keys: Mapping) -> _Family:
+def _family(config, keys: Mapping) -> tuple[Family, type]:
+    """By the model's class or the name in the config; a config without one must have exactly the keys of a class."""
+    classes = {family: getattr(diffusers, family.model_class, None) for family in FAMILIES}
     name = keys.get("_class_name")
-    foreign = name is None and any(key.startswith(_OF_OTHER_MODELS) for key in keys)
-    for family in _FAMILIES:
-        if name in (None, family.model_class) and not foreign and all(key in keys for key in family.keys):
-            return family
-    looked_for = "; ".join(f"{family.model_class}: {', '.join(family.keys)}" for family in _FAMILIES)
-    found = ", ".join(sorted(key for key in keys if not key.startswith("_"))) or "none"
-    raise UserError(
-        f"FLOPs are counted for these transformers, by these keys of their config: {looked_for}. Found "
-        f"{name or 'no class name'} with {found}. Measure this model instead: recipes/benchmark_shapes.py, or "
-        "adaptiveload_hf.benchmark in your own loop."
-    )
+    own = {key for key in keys if not key.startswith("_")}
+    for family, known in classes.items():
+        if known is None:  # an older diffusers
+            continue
+        by_keys = name is None and own == inspect.signature(known.__init__).parameters.keys() - {"self"}
+        if isinstance(config, known) or name == family.model_class or by_keys:
+            return family, known
+    found = f"no _class_name, and of none of these exactly the keys: {', '.join(sorted(own)) or 'there are none'}"
+    counted = ", ".join(known.__name__ for known in classes.values() if known)
+    raise UserError(f"FLOPs are counted for {counted}. Found {name or found}. {_ELSE_MEASURE}")
 
 
-def _check(key: str, value) -> None:
-    numbers = value if isinstance(value, list | tuple) else [value]
-    if not all(isinstance(n, int | float) and not isinstance(n, bool) and n > 0 for n in numbers):
-        raise UserError(f"{key} of a transformer's config must be above 0, but it is {value!r}. Correct the config.")
+def _text_tokens(family: Family, keys: Mapping, given: int | None) -> int:
+    usual = family.text_tokens
+    text = given if given is not None else keys[usual] if isinstance(usual, str) else usual
+    if isinstance(text, bool) or not isinstance(text, int) or text < 0:
+        raise UserError(f"text_tokens must be a whole number of at least 0, but it is {text!r}.")
+    return text
 
 
-def _attention(width, queries, keys, key_width=None):
-    """Query and output projections on the queries, key and value projections on the keys, and the attention."""
-    return 4 * width * (width * queries + (key_width or width) * keys) + 4 * width * queries * keys
+def _without_weights(model_class, keys: Mapping):
+    """The model with all weights zero and in no memory, whatever its size."""
+    with torch.device("cpu"), torch.random.fork_rng(devices=()):
+        with init_empty_weights():
+            model = model_class.from_config(keys)
+        for module in model.modules():
+            for name, weight in module.named_parameters(recurse=False):
+                zero = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+                setattr(module, name, torch.nn.Parameter(zero, requires_grad=False))
+    return model.eval()
 
 
-def _feed_forward(width, hidden, tokens):
-    return 4 * width * hidden * tokens
+def _work(family: Family, model, tokens: tuple[int, ...]) -> np.ndarray:
+    """[3]: FLOPs of a forward of one sample as a polynomial of its visual tokens.
 
+    They are a polynomial of degree 2 of the numbers of tokens of each kind, and so known from a few small numbers.
 
-def _embedding(width, out):
-    """Two layers, as of timesteps, pooled prompts and captions."""
-    return 2 * out * (width + out)
-
-
-def _channels(keys: Mapping) -> int:
-    """In and out."""
-    return keys["in_channels"] + (keys.get("out_channels") or keys["in_channels"])
-
-
-def _count_wan(keys, width, visual, text, patch):
-    layer = _attention(width, visual, visual) + _attention(width, visual, text)
-    layer += _feed_forward(width, keys["ffn_dim"], visual)
-    ends = 2 * width * patch * _channels(keys) * visual + text * _embedding(keys["text_dim"], width)
-    ends += _embedding(keys["freq_dim"], width) + 12 * width**2
-    if keys.get("image_dim"):
-        image, image_width = keys.get("pos_embed_seq_len") or _CLIP_TOKENS, keys["image_dim"]
-        layer += 4 * width * image * visual + 4 * width * (keys.get("added_kv_proj_dim") or width) * image
-        ends += 2 * image * image_width * (image_width + width)
-    return keys["num_layers"] * layer + ends
-
-
-def _joint_layer(width, hidden, tokens):
-    return _attention(width, tokens, tokens) + _feed_forward(width, hidden, tokens)
-
-
-def _count_sd3(keys, width, visual, text, patch):
-    layer = _joint_layer(width, 4 * width, visual + text) + 24 * width**2
-    dual = _attention(width, visual, visual) + 6 * width**2
-    last = -(18 * text + 8) * width**2  # its text goes nowhere
-    ends = 2 * width * (patch * _channels(keys) * visual + keys["joint_attention_dim"] * text) + 4 * width**2
-    ends += _embedding(_TIMESTEP_WIDTH, width) + _embedding(keys["pooled_projection_dim"], width)
-    return keys["num_layers"] * layer + len(keys.get("dual_attention_layers") or ()) * dual + last + ends
-
-
-def _count_flux(keys, width, visual, text, patch):
-    layer = _joint_layer(width, keys.get("mlp_ratio", 4) * width, visual + text)
-    modulation = keys["num_layers"] * 24 * width**2 + keys["num_single_layers"] * 6 * width**2 + 4 * width**2
-    embedded = 2 * width * _channels(keys) * visual + _embedding(keys["pooled_projection_dim"], width)
-    embedded += (2 if keys.get("guidance_embeds") else 1) * _embedding(_TIMESTEP_WIDTH, width)
-    embedded += 2 * width * keys.get("joint_attention_dim", 0) * text
-    return (keys["num_layers"] + keys["num_single_layers"]) * layer + modulation + embedded
-
-
-def _count_hunyuan_video(keys, width, visual, text, patch):
-    refiner = _joint_layer(width, 4 * width, text) + 4 * width**2
-    refined = keys["num_refiner_layers"] * refiner + 2 * width * keys["text_embed_dim"] * text
-    refined += _embedding(_TIMESTEP_WIDTH, width) + _embedding(keys["text_embed_dim"], width)
-    further_patch = 2 * width * (patch - 1) * _channels(keys) * visual
-    return _count_flux(keys, width, visual, text, patch) + refined + further_patch
-
-
-def _count_cogvideox(keys, width, visual, text, patch):
-    time = keys["time_embed_dim"]
-    layer = _joint_layer(width, 4 * width, visual + text) + 24 * time * width
-    ends = 2 * width * (patch * _channels(keys) * visual + keys["text_embed_dim"] * text)
-    return keys["num_layers"] * layer + ends + _embedding(width, time) + 4 * time * width
-
-
-def _count_ltx(keys, width, visual, text, patch):
-    layer = _attention(width, visual, visual) + _attention(width, visual, text, keys["cross_attention_dim"])
-    layer += _feed_forward(width, 4 * width, visual)
-    ends = 2 * width * _channels(keys) * visual + text * _embedding(keys["caption_channels"], width)
-    return keys["num_layers"] * layer + ends + _embedding(_TIMESTEP_WIDTH, width) + 12 * width**2
-
-
-class _Family(NamedTuple):
-    """keys: what the config must have. text_joins: whether text joins the self-attention, and so counts in S.
-
-    count: (config, D, visual tokens as a polynomial of S, text tokens, values in a patch) -> FLOPs of a forward.
+    Args:
+        tokens: of the prompt, and of what the family has beside it.
     """
+    powers = [p for p in itertools.product(range(3), repeat=1 + len(tokens)) if sum(p) <= 2]
+    flops = [_forward_flops(family, model, [_UNIT * (1 + n) for n in point]) for point in powers]
+    terms = [[math.prod((1 + n) ** k for n, k in zip(point, power)) for power in powers] for point in powers]
+    # Whole numbers, so that all ranks deal by the same cost.
+    coefficients = np.rint(np.linalg.solve(np.array(terms, float), np.array(flops, float)))
+    work = np.zeros(3)
+    for power, coefficient in zip(powers, coefficients):
+        others = math.prod((n / _UNIT) ** k for n, k in zip(tokens, power[1:]))
+        work[power[0]] += coefficient * others / _UNIT ** power[0]
+    return work
 
-    model_class: str
-    keys: tuple[str, ...]
-    patch_size: Callable[[Mapping], tuple[int, int, int]]
-    text_tokens: Callable[[Mapping], int]
-    text_joins: bool
-    count: Callable
+
+_ATEN = torch.ops.aten
+_FORMULAS = {
+    **flop_registry,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[_ATEN._scaled_dot_product_flash_attention],
+}
 
 
-def _square_patch(keys: Mapping) -> tuple[int, int, int]:
-    return (keys.get("patch_size_t") or 1, keys["patch_size"], keys["patch_size"])
+class _CountedOnly(TorchDispatchMode):
+    """Matrix products, convolutions and attentions are zero, and their FLOPs added up; all else is computed."""
+
+    flops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        formula = _FORMULAS.get(func._overloadpacket)
+        if formula is None:
+            return func(*args, **(kwargs or {}))
+        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs or {}))
+        out = func(*args, **kwargs)
+        self.flops += formula(*args, **kwargs, out_val=out)
+        return tree_map_only(torch.Tensor, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), out)
 
 
-_EVERY = ("num_layers", "num_attention_heads", "attention_head_dim", "in_channels")
-_FAMILIES = (
-    _Family(
-        "WanTransformer3DModel",
-        (*_EVERY, "ffn_dim", "text_dim", "freq_dim", "patch_size"),
-        lambda keys: tuple(keys["patch_size"]),
-        lambda keys: 512,
-        False,
-        _count_wan,
-    ),
-    _Family(
-        "SD3Transformer2DModel",
-        (*_EVERY, "joint_attention_dim", "pooled_projection_dim", "caption_projection_dim", "patch_size"),
-        _square_patch,
-        lambda keys: 333,  # 77 of CLIP and 256 of T5
-        True,
-        _count_sd3,
-    ),
-    _Family(
-        "HunyuanVideoTransformer3DModel",
-        (
-            *(*_EVERY, "num_single_layers", "num_refiner_layers", "mlp_ratio"),
-            *("text_embed_dim", "pooled_projection_dim", "patch_size", "patch_size_t"),
-        ),
-        _square_patch,
-        lambda keys: 256,
-        True,
-        _count_hunyuan_video,
-    ),
-    _Family(
-        "FluxTransformer2DModel",
-        (*_EVERY, "num_single_layers", "joint_attention_dim", "pooled_projection_dim", "axes_dims_rope"),
-        lambda keys: (1, 2, 2),  # the pipeline packs 2x2 latents into one of its in_channels, patch_size is 1
-        lambda keys: 512,
-        True,
-        _count_flux,
-    ),
-    _Family(
-        "CogVideoXTransformer3DModel",
-        (*_EVERY, "time_embed_dim", "text_embed_dim", "max_text_seq_length", "patch_size"),
-        _square_patch,
-        lambda keys: keys["max_text_seq_length"],
-        True,
-        _count_cogvideox,
-    ),
-    _Family(
-        "LTXVideoTransformer3DModel",
-        (*_EVERY, "cross_attention_dim", "caption_channels", "patch_size", "patch_size_t"),
-        _square_patch,
-        lambda keys: 128,
-        False,
-        _count_ltx,
-    ),
-)
+def _forward_flops(family: Family, model, tokens: list[int]) -> int:
+    visual, *others = tokens
+    with torch.device("cpu"), torch.no_grad(), attention_backend("native"), _CountedOnly() as counted:
+        model(**family.inputs(model.forward, model.config, (1, 8, visual // 8), *others))
+    return counted.flops
