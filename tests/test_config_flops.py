@@ -162,7 +162,7 @@ RELEASED = {
 
 
 @pytest.mark.parametrize("model_class", RELEASED)
-def test_a_released_model_is_counted_planned_and_dealt_without_its_weights(model_class, tmp_path, monkeypatch):
+def test_a_released_model_is_counted_planned_and_dealt_without_its_weights(model_class, tmp_path, monkeypatch, capsys):
     from accelerate import Accelerator
 
     sizes = {"1x32x32": 8, "1x64x64": 4, "1x128x128": 1}
@@ -178,6 +178,9 @@ def test_a_released_model_is_counted_planned_and_dealt_without_its_weights(model
         with pytest.raises(SystemExit) as ended:
             cli.main()
         assert not ended.value.code
+    assert (
+        capsys.readouterr().err.splitlines()[-1].startswith("next: in your own loop (no recipe trains this model): B")
+    )
     config = BucketConfig.from_pretrained(tmp_path / "counted")
     numbers = [config.cost_model.seconds(1, config.geometry.tokens(LatentShape.parse(shape))) for shape in sizes]
     assert numbers[0] < numbers[1] / 2 < numbers[2] / 4

@@ -23,6 +23,7 @@ from .arguments import (
     ranks_of,
 )
 
+_RECIPES = {"SD3Transformer2DModel": "train_sd3.py", "WanTransformer3DModel": "train_wan.py"}
 _LAUNCH_CONFIGS = ("single", "ddp", "fsdp2", "hsdp", "cpu")  # files in accelerate_configs/
 _COLUMNS = {  # key of `simulate --json` -> (column, format); those that a row lacks are left out
     "policy": ("policy", "{}"),
@@ -110,10 +111,15 @@ def simulate(
     options += ["--balance", *balance] if balance and len(balance) == 1 else []
     options += ["--memory_limit_gib", f"{memory_limit_gib:g}"] if memory_limit_gib is not None else []
     options += ["--allow_extrapolation"] if allow_extrapolation else []
-    say_next(*_train_command(config, loaded, dataset, world_sizes[0]), *options)
+    recipe = _RECIPES.get(loaded.model.get("class", "WanTransformer3DModel"))
+    if recipe:
+        say_next(*_train_command(recipe, config, loaded, dataset, world_sizes[0]), *options)
+    else:
+        loader = f'BucketDataLoader(dataset, BucketConfig.from_pretrained("{config}"), accelerator=accelerator)'
+        say(f"next: in your own loop (no recipe trains this model): {loader}")
 
 
-def _train_command(config, loaded, dataset, world_size):
+def _train_command(recipe, config, loaded, dataset, world_size):
     strategy, launch = loaded.environment.get("strategy"), []
     on_cpu = loaded.environment.get("gpu", "unknown") is None
     if strategy == "fsdp2" and on_cpu:
@@ -122,8 +128,7 @@ def _train_command(config, loaded, dataset, world_size):
         strategy = "fsdp2"
     if strategy in _LAUNCH_CONFIGS:
         launch = ["--config_file", f"accelerate_configs/{strategy}.yaml", "--num_processes", str(world_size)]
-    name = "train_sd3.py" if loaded.model.get("class") == "SD3Transformer2DModel" else "train_wan.py"
-    recipe = [f"recipes/{name}", "--bucket_config", config, "--output_dir", "run"]
+    recipe = [f"recipes/{recipe}", "--bucket_config", config, "--output_dir", "run"]
     model = ["--pretrained_model_name_or_path", loaded.model.get("base_model") or "PIPELINE"]
     return ["accelerate", "launch", *launch, *recipe, *model, "--dataset", str(dataset or "PREPARED")]
 
