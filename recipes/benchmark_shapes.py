@@ -36,6 +36,7 @@ from adaptiveload_hf.buckets.deal import check_balance
 from adaptiveload_hf.buckets.fit import SURE_POINTS, describe_measurements, find_outliers
 from adaptiveload_hf.buckets.plan import check_samples
 from adaptiveload_hf.buckets.points import Point
+from adaptiveload_hf.buckets.ranks import compare_ranks
 from adaptiveload_hf.buckets.shapes import read_shapes, shape_counts
 from adaptiveload_hf.buckets.sources import load_prepared
 from adaptiveload_hf.commands.arguments import read_samples
@@ -144,9 +145,16 @@ class Setup(NamedTuple):
 
 
 def find_setup(accelerator, args, dataset) -> Setup:
-    """From the pipeline's configuration and the dataset, if there is one."""
+    """From the pipeline's configuration and the dataset, if there is one. A collective.
+
+    Raises:
+        UserError: ranks have read different configurations, as machines with pipelines of their own may.
+    """
     family = family_of(args)
-    transformer_config = load_model_config(family.MODEL_CLASS, args, family.choose_variant(args).subfolder)
+    variant = family.choose_variant(args)
+    transformer_config = load_model_config(family.MODEL_CLASS, args, variant.subfolder)
+    facts = {f"transformer's {name}": value for name, value in transformer_config.items()}
+    compare_ranks({"pipeline's variant": variant, **facts})
     sizes = column_sizes(dataset, transformer_config)
     geometry = family.geometry(transformer_config, sizes["prompt_embeds"][0])
     model, environment = describe_run(accelerator, args, family.MODEL_CLASS, transformer_config)

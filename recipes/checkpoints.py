@@ -16,7 +16,7 @@ from accelerate.utils.constants import SCALER_NAME
 from run_folder import check_shared
 from stopping import resume_command
 from training_arguments import adam_options
-from wrapped_model import plain_name
+from wrapped_model import plain_name, unwrapped
 
 from adaptiveload_hf import UserError
 from adaptiveload_hf.preflight import WRITE_ERRORS, write_problem
@@ -165,9 +165,10 @@ def _contents(checkpoint: Path) -> dict:
     try:
         found = json.loads((checkpoint / CONTENTS).read_text())
         files = {name: (size, checksum) for name, (size, checksum) in found["files"].items()}
-        # Checkpoints of before there were settings and options are whole without.
+        # Checkpoints of before there were settings, options and base are whole without.
         settings, options = (dict(found.get(name, {})) for name in ("settings", "options"))
-        return {"files": files, "trained": dict(found["trained"]), "settings": settings, "options": options}
+        trained, base = dict(found["trained"]), found.get("base")
+        return {"files": files, "trained": trained, "settings": settings, "options": options, "base": base}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{checkpoint} is damaged, or none of these trainers' checkpoints: {CONTENTS} in it says what was saved, "
@@ -186,7 +187,8 @@ def load_checkpoint(accelerator: Accelerator, model, optimizer, scheduler, check
     Those that differ from the checkpoint's are said: another shift, say, goes on with another objective.
 
     Raises:
-        UserError: it is one of another model, or of other trained weights of it, or of ones that mean something else.
+        UserError: it is one of another model, or of other trained weights of it, or of ones that mean something else,
+            or a LoRA on another base.
     """
     contents = _contents(checkpoint)
     saved, mine = contents["trained"], _trained(model)
@@ -208,6 +210,7 @@ def load_checkpoint(accelerator: Accelerator, model, optimizer, scheduler, check
                 f"{checkpoint} was trained with --{name} {found}, but this run has {settings.get(name)}, where its "
                 f"weights mean something else. Give the --{name} of that run, or another --output_dir."
             )
+    _check_base(accelerator, model, checkpoint, contents["base"], args)
     if accelerator.is_main_process:
         for name, value in _options(args).items():
             if (saved := contents["options"].get(name, value)) != value:
@@ -230,6 +233,26 @@ def _set_options(accelerator: Accelerator, optimizer, schedule, options: dict) -
 def _trained(model) -> dict[str, list[int]]:
     """Names and sizes of all weights that are trained, as they are without any wrapper."""
     return {plain_name(name): list(weight.shape) for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+def _base(accelerator: Accelerator, model) -> dict | None:
+    """What a LoRA is trained on, in which precision; None where all weights are in the checkpoint."""
+    digest = unwrapped(accelerator, model).base_digest
+    return digest and {"precision": accelerator.mixed_precision, "digest": digest}
+
+
+def _check_base(accelerator: Accelerator, model, checkpoint: Path, saved: dict | None, args) -> None:
+    """
+    Raises:
+        UserError: this run has loaded another base; in another precision its numbers differ anyway.
+    """
+    mine = _base(accelerator, model)
+    if saved and mine and saved["precision"] == mine["precision"] and saved["digest"] != mine["digest"]:
+        raise UserError(
+            f"{checkpoint} holds a LoRA on other base weights (digest {saved['digest']}) than those of "
+            f"{args.pretrained_model_name_or_path} (digest {mine['digest']}). Give the "
+            "--pretrained_model_name_or_path and --revision of that run, or another --output_dir."
+        )
 
 
 def _settings(args) -> dict:
@@ -279,7 +302,7 @@ def save_checkpoint(accelerator: Accelerator, model, output_dir: Path, step: int
         if accelerator.is_main_process:
             files = {name: [size, checksums[name]] for name, size in sizes.items()}
             contents = {"step": step, "files": files, "trained": _trained(model), "settings": _settings(args)}
-            contents["options"] = _options(args)
+            contents |= {"options": _options(args), "base": _base(accelerator, model)}
             (partial / CONTENTS).write_text(json.dumps(contents, indent=1))
     if accelerator.is_main_process:
         _retire_later(output_dir, step, args.checkpoints_total_limit)

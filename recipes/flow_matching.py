@@ -10,6 +10,7 @@ from diffusers.training_utils import compute_density_for_timestep_sampling, comp
 from model_setup import load_part
 
 from adaptiveload_hf import UserError
+from adaptiveload_hf.buckets.ranks import compare_ranks
 
 MOST_DRAWS = 10_000  # for one sigma within bounds: enough for a share of 1e-3
 
@@ -115,19 +116,24 @@ def occurrence_names(batch: dict) -> list[str]:
 
 
 def make_flow_matching(args, bounds: tuple[float, float] = (0.0, 1.0), first_frame_given: bool = False):
-    """A `FlowMatching` from the arguments; the shift is the pipeline's scheduler's unless given."""
-    shift = args.shift
-    if shift is None:
+    """A `FlowMatching` from the arguments, alike on all ranks; the shift is the pipeline's scheduler's unless given.
+
+    It becomes `args.shift` then, so that a checkpoint tells which it was.
+
+    Raises:
+        UserError: no shift there, or ranks have read different ones.
+    """
+    if args.shift is None:
         config = load_part(FlowMatchEulerDiscreteScheduler, args, "scheduler")
-        shift = config.get("flow_shift", config.get("shift"))
-        if shift is None:
+        args.shift = config.get("flow_shift", config.get("shift"))
+        if args.shift is None:
             raise UserError(
                 f"the scheduler of {args.pretrained_model_name_or_path} has neither `shift` nor `flow_shift`. "
                 "Pass --shift (Wan uses 3.0 for 480p and 5.0 for 720p)."
             )
     shape = args.shift_shape
-    return FlowMatching(
-        shift,
+    flow = FlowMatching(
+        args.shift,
         args.weighting_scheme,
         args.logit_mean,
         args.logit_std,
@@ -137,3 +143,5 @@ def make_flow_matching(args, bounds: tuple[float, float] = (0.0, 1.0), first_fra
         bounds,
         first_frame_given,
     )
+    compare_ranks(vars(flow))
+    return flow

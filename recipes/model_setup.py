@@ -135,17 +135,19 @@ def prepare_training(accelerator: Accelerator, args, transformer, num_training_s
             power=args.lr_power,
         )
     # Machines may read it from disks of their own, and FSDP2 would make one model of pieces of two.
-    compare_ranks({"transformer": _digest(transformer)})
+    compare_ranks({"transformer": _digest(transformer.named_parameters())})
+    frozen = [(name, weight) for name, weight in transformer.named_parameters() if not weight.requires_grad]
+    transformer.base_digest = _digest(frozen) if frozen else None  # for checkpoints, which leave the base out
     model, optimizer, scheduler = accelerator.prepare(transformer, optimizer, scheduler)
     if args.rank is not None:
         leave_frozen_out(unwrapped(accelerator, model))
     return model, optimizer, scheduler
 
 
-def _digest(transformer) -> str:
+def _digest(named_weights) -> str:
     """Of every weight's name, size and first values, which differ between two models and two versions of one."""
     digest = xxhash.xxh3_64()
-    for name, weight in transformer.named_parameters():
+    for name, weight in named_weights:
         digest.update(f"{name} {tuple(weight.shape)}".encode())
         digest.update(weight.detach().flatten()[:256].float().cpu().numpy().tobytes())
     return digest.hexdigest()

@@ -11,6 +11,7 @@ from model_setup import load_index, load_part
 from wrapped_model import unwrapped
 
 from adaptiveload_hf import TokenGeometry, UserError
+from adaptiveload_hf.buckets.ranks import compare_ranks
 from adaptiveload_hf.distributed import model_input_dtype
 
 MODEL_CLASS = WanTransformer3DModel
@@ -97,8 +98,15 @@ def latent_statistics(args, *datasets) -> tuple[torch.Tensor, torch.Tensor] | No
     """Mean and std, [C, 1, 1, 1] each, to normalise latents with; None where all datasets hold normalised ones.
 
     Raises:
-        UserError: some latents are not normalised and the pipeline has no VAE configuration to do it with.
+        UserError: some latents are not normalised and the pipeline has no VAE configuration to do it with, or ranks
+            have read different ones.
     """
+    statistics = _read_statistics(args, datasets)
+    compare_ranks({"latents' mean and std": statistics})
+    return statistics and tuple(torch.tensor(values).view(-1, 1, 1, 1) for values in statistics)
+
+
+def _read_statistics(args, datasets) -> list[list[float]] | None:
     columns = [dataset.select_columns(["latent_normalized"]).with_format("arrow")[:] for dataset in datasets]
     if all(pyarrow.compute.all(column["latent_normalized"]).as_py() for column in columns):
         return None
@@ -108,7 +116,7 @@ def latent_statistics(args, *datasets) -> tuple[torch.Tensor, torch.Tensor] | No
             "the dataset holds latents that are not normalised, and the VAE configuration has no latents_mean and "
             "latents_std. Prepare the dataset again with recipes/prepare_dataset.py, which stores normalised ones."
         )
-    return tuple(torch.tensor(config[name]).view(-1, 1, 1, 1) for name in ("latents_mean", "latents_std"))
+    return [config["latents_mean"], config["latents_std"]]
 
 
 def normalize(batch: dict, statistics) -> dict:

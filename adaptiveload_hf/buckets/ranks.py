@@ -126,11 +126,11 @@ def compare_ranks(mine: dict) -> None:
         waiting.cancel()
     for rank, other in enumerate(everyone):
         for field, value in everyone[0].items():
-            if other[field] != value:
+            if (found := other.get(field)) != value:
                 remedy = "Start all ranks with the same data, config and arguments."
                 if field == "plan":
                     remedy += " Where GPUs differ in memory, give memory_limit_gib."
                 raise UserError(
-                    f"All ranks must train on one schedule, but the {field} of rank {rank} is {other[field]} and "
+                    f"All ranks must train on one schedule, but the {field} of rank {rank} is {found} and "
                     f"that of rank 0 is {value}. {remedy}"
                 )

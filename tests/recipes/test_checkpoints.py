@@ -12,7 +12,7 @@ import pytest
 import run_folder
 import torch.distributed.checkpoint
 from checkpoints import keep_metrics_until
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.accelerators import fresh_accelerate
 from support.full_disk import files_of_at_most
 from support.held_folder import folder_of_another_run
@@ -150,6 +150,23 @@ def test_weights_that_were_trained_for_something_else_are_refused_though_names_a
         train_here(setup, tmp_path / "lora", *LATEST, *adapter, 8, max_train_steps=2)
 
 
+def test_a_lora_on_other_base_weights_of_the_same_name_is_refused_and_a_copy_of_them_elsewhere_is_not(setup, tmp_path):
+    adapter, run = ("--rank", 2), tmp_path / "run"
+    here = shutil.copytree(setup.pipeline, tmp_path / "here")
+    own = SimpleNamespace(pipeline=here, dataset=setup.dataset, config=setup.config)
+    train_here(own, run, *adapter, max_train_steps=1)
+    elsewhere = shutil.copytree(here, tmp_path / "elsewhere")
+    weights = here / "transformer" / "diffusion_pytorch_model.safetensors"
+    other = {name: 1.01 * value for name, value in load_file(weights).items()}
+    save_file(other, weights, metadata={"format": "pt"})
+    said = rf"checkpoint-1 holds a LoRA on other base weights \(digest \w+\) than those of {here} \(dig.* Give"
+    with pytest.raises(UserError, match=said):
+        train_here(own, run, *LATEST, *adapter, max_train_steps=2)
+    train_here(own, run, *LATEST, *adapter, "--mixed_precision", "bf16", max_train_steps=1)  # said, not compared
+    moved = SimpleNamespace(pipeline=elsewhere, dataset=setup.dataset, config=setup.config)
+    assert len(train_here(moved, run, *LATEST, *adapter, max_train_steps=2)) == 2
+
+
 def test_a_result_that_cannot_be_written_is_made_later_from_the_last_checkpoint(setup, run, capsys):
     said = r"(?s)the result could not be written .*Whole checkpoints: checkpoint"
     with files_of_at_most(20_000), pytest.raises(UserError, match=said):  # less than the transformer's
@@ -199,15 +216,18 @@ def test_the_learning_rate_and_options_of_the_command_count_and_not_the_checkpoi
 
 
 def test_options_that_differ_from_the_checkpoints_are_said_with_both_values(setup, run, capsys):
-    """They are those of the new command; another shift or base would train for something else without a word."""
+    """They are those of the new command; another shift or base would train for something else without a word, also
+    where the shift is the pipeline's."""
     base = shutil.copytree(setup.pipeline, run.parent / "other base")
     other = SimpleNamespace(pipeline=base, dataset=setup.dataset, config=setup.config)
-    words = ("--shift", 5, "--lr_scheduler", "linear", "--batch_sizes", "1x4x4=2")
+    scheduler = base / "scheduler" / "scheduler_config.json"
+    scheduler.write_text(json.dumps({**json.loads(scheduler.read_text()), "shift": 5.0}))
+    words = ("--lr_scheduler", "linear", "--batch_sizes", "1x4x4=2")
     train_here(other, run, *LATEST, *words, max_train_steps=3)
     said = [line for line in capsys.readouterr().err.splitlines() if "as given, not the checkpoint's" in line]
     assert said == [
         f"--pretrained_model_name_or_path {base} as given, not the checkpoint's {setup.pipeline}",
-        "--shift 5.0 as given, not the checkpoint's None",
+        "--shift 5.0 as given, not the checkpoint's 3.0",
         "--lr_scheduler linear as given, not the checkpoint's constant",
     ]
 

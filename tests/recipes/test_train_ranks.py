@@ -1,5 +1,6 @@
 """Do runs on two FSDP2 ranks train, die together with the reason, and go on bit for bit, also on other ranks?"""
 
+import json
 import re
 import shutil
 import signal
@@ -143,6 +144,26 @@ def test_ranks_that_read_different_weights_are_named_before_they_are_sharded_int
     with pytest.raises(ProcessExitedException, match="exit code 1"):
         train_on_ranks(2, words, OWN_WORD=str(tmp_path / "pipeline"), ERRORS=str(tmp_path))
     assert re.search(r"the transformer of rank 1 is \w{16} and that of rank 0 is", (tmp_path / "0").read_text())
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "value", "said"),
+    [
+        ("scheduler/scheduler_config.json", "shift", 5.0, "the shift of rank 1 is 5.0 and that of rank 0 is 3.0"),
+        ("model_index.json", "expand_timesteps", True, "the pipeline's variant of rank 1 is WanVariant(.*=True)"),
+        ("transformer/config.json", "eps", 0.1, "the transformer's eps of rank 1 is 0.1 and that of rank 0 is 1e-06"),
+    ],
+)
+def test_ranks_whose_pipelines_are_configured_differently_are_told_how(setup, tmp_path, file, name, value, said):
+    """Their losses would be of different objectives or models, and be averaged without a word."""
+    for rank in "01":
+        shutil.copytree(setup.pipeline, tmp_path / f"pipeline{rank}")
+    config = tmp_path / "pipeline1" / file
+    config.write_text(json.dumps({**json.loads(config.read_text()), name: value}))
+    words = arguments(setup, tmp_path / "run", pretrained_model_name_or_path=tmp_path / "pipeline")
+    with pytest.raises(ProcessExitedException, match="exit code 1"):
+        train_on_ranks(2, words, OWN_WORD=str(tmp_path / "pipeline"), ERRORS=str(tmp_path))
+    assert re.search(said, (tmp_path / "0").read_text())
 
 
 def on_two_machines(setup, run, *words, port, launcher="accelerate"):
