@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import (
     HfFileSystem,
+    auth_check,
     create_branch,
     create_repo,
     model_info,
@@ -154,7 +155,7 @@ def full_id(repo_id: str, *, token: str | bool | None = None) -> str:
 
 
 def make_repository(repo_id: str, *, token: str | bool | None = None) -> str:
-    """Make a model repository unless it exists: before long work, whose result it is for.
+    """Make a model repository unless it exists, and ask for the right to write: before work whose result it is for.
 
     Returns: its "user/repo".
 
@@ -162,7 +163,10 @@ def make_repository(repo_id: str, *, token: str | bool | None = None) -> str:
         UserError: no Hub id, not logged in, no right to write there, or the Hub fails.
     """
     try:
-        return _make_repository(full_id(repo_id, token=token), token, None)
+        repo_id = _make_repository(full_id(repo_id, token=token), token, None)
+        # Of one that exists, making it says nothing: huggingface_hub is content if it may be read.
+        _patiently(auth_check, repo_id, token=token, write=True)
+        return repo_id
     except _HUB_FAILURES as error:
         raise UserError(_reason(error, repo_id)) from error
 

@@ -26,6 +26,7 @@ from model_setup import (
     prepare_training,
     refuse_unsafe_sharding,
 )
+from publishing import find_repository
 from random_batches import column_sizes, make_random_batches
 from training_arguments import add_flow_arguments, add_model_arguments
 from training_loop import run_micro_step
@@ -68,9 +69,9 @@ def parse_args(argv=None) -> argparse.Namespace:
         help=f"most (shape, batch size) pairs to time; under {SURE_POINTS} the law is a guess",
     )
     add("--points", nargs="+", metavar="SHAPE=B", help="time these, such as 21x60x104=1, instead of choosing")
-    add("--push_to_hub", action="store_true")
-    add("--hub_model_id", help="repository (default: the name of --output_dir)")
-    add("--hub_token")
+    add("--push_to_hub", action="store_true", help="upload the bucket config and its card")
+    add("--hub_model_id", help="user/repo (default: the name of --output_dir in your own namespace)")
+    add("--hub_token", help="token for the Hub (default: that of `hf auth login`)")
     args = parser.parse_args(argv)
     if (args.pretrained_model_name_or_path is None) == (args.config is None):
         parser.error("give either --pretrained_model_name_or_path PIPELINE or --config CONFIG")
@@ -94,12 +95,12 @@ def main():
         counts = read_samples(args.shapes).counts if dataset is None else shape_counts(read_shapes(dataset))
         # One by one, since a shape may come with several batch sizes.
         points = [item for word in args.points or () for item in parse_batch_sizes([word]).items()]
+        repository = find_repository(accelerator, args)
         config = benchmark(accelerator, args, dataset, counts, output_dir, args.max_points, points)
         if accelerator.is_main_process:
             show(args, config)
-            if args.push_to_hub:
-                repo_id = args.hub_model_id or output_dir.resolve().name
-                config.save_pretrained(output_dir, push_to_hub=True, repo_id=repo_id, token=args.hub_token)
+            if repository is not None:
+                config.save_pretrained(output_dir, push_to_hub=True, repo_id=repository, token=args.hub_token)
         accelerator.wait_for_everyone()
     accelerator.end_training()
 

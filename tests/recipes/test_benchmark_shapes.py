@@ -10,7 +10,7 @@ import benchmark_shapes
 import pytest
 from diffusers import WanTransformer3DModel
 from support.accelerators import fresh_accelerate
-from support.hub_server import WRITE_TOKEN, visited_hub
+from support.hub_server import READ_TOKEN, WRITE_TOKEN, visited_hub
 from support.launch import ROOT, launch
 from support.prepared import save_prepared
 
@@ -101,6 +101,8 @@ def test_what_was_measured_before_is_kept_and_pushed_but_never_mixed_with_anothe
             benchmark_shapes.main()
 
     benchmark("--push_to_hub", "--hub_model_id", "someone/wan-costs", "--hub_token", WRITE_TOKEN)
+    with pytest.raises(UserError, match=r"refuses to write to someone/wan-costs \(status 403\)[^\n]* there\.$"):
+        benchmark("--push_to_hub", "--hub_model_id", "someone/wan-costs", "--hub_token", READ_TOKEN)  # before all else
     pushed = hub.files("someone/wan-costs")
     assert pushed["measurements.jsonl"].decode() == before
     assert {"bucket_config.json", "README.md"} <= set(pushed)

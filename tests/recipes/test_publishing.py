@@ -80,6 +80,15 @@ def test_who_may_not_write_learns_it_before_the_training(setup, hub, tmp_path, n
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+def test_who_may_not_write_to_a_repository_that_exists_learns_it_before_the_training(setup, hub, tmp_path):
+    """huggingface_hub's create_repo(exist_ok=True) is content with the right to read it."""
+    hub.repositories[f"{OWNER}/cats"] = Repository()
+    words = ("--push_to_hub", "--hub_model_id", f"{OWNER}/cats", "--hub_token", READ_TOKEN)
+    with pytest.raises(UserError, match=rf"refuses to write to {OWNER}/cats \(status 403\)"):
+        train_here(setup, tmp_path / "run", *words, max_train_steps=1)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 def test_without_a_push_the_card_is_written_all_the_same(setup, tmp_path):
     train_here(setup, tmp_path, max_train_steps=1)
     card = (tmp_path / "README.md").read_text()

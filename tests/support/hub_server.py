@@ -166,6 +166,11 @@ class _Handler(BaseHTTPRequestHandler):
         role = "write" if self._token() == WRITE_TOKEN else "read"
         self._json({"type": "user", "name": OWNER, "orgs": [], "auth": {"accessToken": {"role": role}}})
 
+    def may_write(self, data, repo_id):
+        self._repository(repo_id)
+        self._require_write()
+        self._json({})
+
     def create(self, data):
         self._require_write()
         asked = json.loads(data)
@@ -292,6 +297,7 @@ ROUTES = [
     (rf"POST /api/models/{_REPO}/branch/{_REVISION}", _Handler.branch),
     (rf"POST /{_REPO}.git/info/lfs/objects/batch", _Handler.lfs_batch),
     (r"PUT /lfs/(?P<oid>\w+)", _Handler.lfs_put),
+    (rf"GET /api/models/{_REPO}/auth-check/write", _Handler.may_write),
     (rf"GET /api/models/{_REPO}/tree/{_REVISION}/?", _Handler.tree),
     (rf"GET /api/models/{_REPO}/revision/{_REVISION}", _Handler.info),
     (rf"GET /api/models/{_REPO}", _Handler.info),
