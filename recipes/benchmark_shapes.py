@@ -33,12 +33,12 @@ from training_loop import run_micro_step
 
 from adaptiveload_hf import BucketConfig, LatentShape, TokenGeometry, UserError, fit_cost_model, make_accelerator
 from adaptiveload_hf.benchmark import measure_shapes, measure_steps
-from adaptiveload_hf.buckets.deal import check_balance
+from adaptiveload_hf.buckets.cost import PowerLaw
 from adaptiveload_hf.buckets.fit import SURE_POINTS, describe_measurements, find_outliers
-from adaptiveload_hf.buckets.plan import check_samples
+from adaptiveload_hf.buckets.plan import make_plan
 from adaptiveload_hf.buckets.points import Point
 from adaptiveload_hf.buckets.ranks import compare_ranks
-from adaptiveload_hf.buckets.shapes import read_shapes, shape_counts
+from adaptiveload_hf.buckets.shapes import leave_out_absent, read_shapes, shape_counts
 from adaptiveload_hf.buckets.sources import load_prepared
 from adaptiveload_hf.commands.arguments import read_samples
 from adaptiveload_hf.commands.plan import plan
@@ -119,11 +119,9 @@ def bucket_config_for(accelerator, args, dataset) -> BucketConfig:
     if folder == "auto":
         folder = Path(args.output_dir) / "bucket_config"
         if not broadcast_object_list([(folder / "bucket_config.json").exists()])[0]:
-            # What would be wrong with the plan is said before minutes of measuring.
-            check_balance(args.balance)
-            parse_batch_sizes(args.batch_sizes)
-            parse_repeats(args.repeats, dataset)
-            benchmark(accelerator, args, dataset, shape_counts(read_shapes(dataset)), folder)
+            repeats = parse_repeats(args.repeats, dataset)
+            counts = shape_counts(leave_out_absent(read_shapes(dataset), repeats), repeats)
+            benchmark(accelerator, args, dataset, counts, folder)
             accelerator.free_memory()
             set_seed(args.seed)
         accelerator.wait_for_everyone()
@@ -179,12 +177,12 @@ def benchmark(accelerator, args, dataset, counts, output_dir: Path, max_points=1
         The config, the same on all ranks.
     """
     set_seed(args.seed)  # the same on all ranks: FSDP2 shards what each rank holds and broadcasts nothing
-    check_samples(sum(counts.values()), accelerator.num_processes, args.gradient_accumulation_steps)  # not at the end
     refuse_unsafe_sharding(accelerator, args.gradient_checkpointing, args.rank is not None)
     family, transformer_config, sizes, geometry, model_facts, environment = find_setup(accelerator, args, dataset)
     args.lora_target_modules = args.lora_target_modules or family.LORA_TARGET_MODULES
     if dataset is not None:
         family.check_dataset(dataset, transformer_config)
+    check_options(accelerator, args, counts, geometry)
     if accelerator.is_main_process:
         keep_one_setup(output_dir, {"model": model_facts, "environment": environment})
 
@@ -217,6 +215,20 @@ def benchmark(accelerator, args, dataset, counts, output_dir: Path, max_points=1
     if accelerator.is_main_process:
         config.save_pretrained(output_dir)
     return config
+
+
+def check_options(accelerator, args, counts, geometry):
+    """Raises what would be wrong with the plan under any law: before minutes of measuring, not after."""
+    make_plan(
+        counts,
+        PowerLaw(a=0.0, b=1.0, p=1.0),
+        geometry=geometry,
+        world_size=accelerator.num_processes,
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        balance=getattr(args, "balance", "auto"),  # benchmark_shapes.py plans for no order, and has no sizes given
+        batch_sizes=parse_batch_sizes(getattr(args, "batch_sizes", None)),
+        memory_limit_gib=args.memory_limit_gib if accelerator.device.type == "cpu" else None,  # where none is measured
+    )
 
 
 def measure(accelerator, run_step, counts, geometry, path: Path, max_points: int, points) -> list:

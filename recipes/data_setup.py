@@ -94,7 +94,9 @@ def parse_batch_sizes(words: list[str] | None) -> dict[str, int] | None:
     sizes = {}
     for word in words:
         shape, _, size = word.partition("=")
-        if not size.isdigit():
-            raise UserError(f"a batch size is written SHAPE=B, such as 21x60x104=1, but found {word!r}.")
+        if not size.isdecimal() or int(size) < 1:
+            raise UserError(
+                f"a batch size is written SHAPE=B, with B from 1 on, such as 21x60x104=1, but found {word!r}."
+            )
         sizes[str(LatentShape.parse(shape))] = int(size)
     return sizes

@@ -50,11 +50,29 @@ def test_a_run_that_measures_first_and_tries_its_buckets_is_the_one_with_the_fin
     assert "buckets, the worst" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [("--balance", "stripes"), ("--batch_sizes", "1x4x4"), ("--repeats", "gone*=2")])
-def test_a_plan_that_cannot_be_made_is_refused_before_it_is_measured_for(setup, tmp_path, words):
-    with pytest.raises(UserError, match=re.escape(words[1])):
-        train_here(setup, tmp_path, *words, max_train_steps=1)
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--balance stripes", "stripes"),
+        ("--batch_sizes 1x4x4", "but found '1x4x4'"),
+        ("--batch_sizes 9x9x9=2", "no sample has the shape 9x9x9"),
+        ("--repeats gone*=2", "no file of the dataset fits 'gone*'"),
+        ("--repeats *=0", "the dataset has 0 samples"),
+        ("--memory_limit_gib 20", "says nothing without measured memory"),  # a CPU's is not
+    ],
+)
+def test_a_plan_that_cannot_be_made_is_refused_before_it_is_measured_for(setup, tmp_path, words, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        train_here(setup, tmp_path, *words.split(), max_train_steps=1)
     assert not (tmp_path / "bucket_config").exists()
+
+
+def test_what_is_measured_for_is_the_epoch_with_its_repeats(setup, tmp_path):
+    repeats = ("--repeats", "*=2", *(f"{number}.mp4=0" for number in range(COUNTS["1x4x4"])))
+    train_here(setup, tmp_path, *repeats, max_train_steps=1)
+    plan = BucketConfig.from_pretrained(tmp_path / "bucket_config").example_plan
+    trained = {shape: 2 * count for shape, count in COUNTS.items() if shape != "1x4x4"}
+    assert {str(bucket.shape): bucket.count for bucket in plan.buckets} == trained
 
 
 def test_a_transformer_config_and_a_file_of_shapes_are_enough(setup, tmp_path, monkeypatch, capsys):

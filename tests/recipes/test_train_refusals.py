@@ -297,5 +297,6 @@ def test_files_are_repeated_by_pattern_with_other_noise_each_time_and_in_another
 
 def test_batch_sizes_of_another_form_are_refused():
     assert parse_batch_sizes(["21x60x104=1"]) == {"21x60x104": 1}
-    with pytest.raises(UserError, match="a batch size is written SHAPE=B, such as 21x60x104=1, but found '21x60x104'"):
-        parse_batch_sizes(["21x60x104"])
+    for word in ("21x60x104", "21x60x104=0", "21x60x104=²"):
+        with pytest.raises(UserError, match=rf"SHAPE=B, with B from 1 on, such as 21x60x104=1, but found '{word}'"):
+            parse_batch_sizes([word])
