@@ -1,5 +1,6 @@
 """What does `adaptiveload` run? One module in `commands` for each verb."""
 
+import inspect
 import sys
 import warnings
 
@@ -12,7 +13,7 @@ from .commands.push import push
 from .commands.report import report
 from .commands.scan import scan
 from .commands.simulate import simulate
-from .errors import exit_on_user_error
+from .errors import exit_on_user_error, options_as_flags
 from .tables import say
 
 app = typer.Typer(
@@ -23,7 +24,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 for command in (scan, fit, count, plan, simulate, report, push):
-    app.command()(command)
+    app.command()(options_as_flags(inspect.signature(command).parameters, dash="-")(command))
 
 
 def main():

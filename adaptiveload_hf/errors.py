@@ -1,9 +1,13 @@
 """What does this package raise when the caller can put something right?"""
 
 import errno
+import re
 import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+_PLAN_OPTIONS = {"allow_extrapolation", "batch_sizes", "gradient_accumulation_steps", "memory_limit_gib"}
+_PLAN_OPTIONS |= {"samples_per_step", "target_seconds", "world_size"}
 DISK_IS_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -18,6 +22,24 @@ def mistake_in(error: BaseException | None) -> str | None:
     if isinstance(error, OSError) and error.filename is not None:  # those of the network have none
         return f"{error}. Give another path, or make this one usable."
     return str(error) if isinstance(error, UserError) else None
+
+
+@contextmanager
+def options_as_flags(command_options: Iterable[str], dash: str = "_") -> Iterator[None]:
+    """A block, or a function that it decorates, whose UserErrors name a plan's options by the flags of the command.
+
+    Args:
+        command_options: Python names of all that the command takes; what it does not take stays as it is.
+        dash: between the words of a flag.
+    """
+    known = "|".join(sorted(_PLAN_OPTIONS & set(command_options)))
+    try:
+        yield
+    except UserError as error:
+        if known:  # not where it is a key, as in environment.world_size, or a flag already
+            names = rf"(?<![\w.'\"/-])(?:{known})(?!\.?\w)"
+            error.args = (re.sub(names, lambda name: "--" + name[0].replace("_", dash), str(error)),)
+        raise
 
 
 @contextmanager

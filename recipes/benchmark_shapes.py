@@ -45,7 +45,7 @@ from adaptiveload_hf.commands.plan import plan
 from adaptiveload_hf.commands.simulate import simulate
 from adaptiveload_hf.distributed import all_ranks_fail_together
 from adaptiveload_hf.environment import refuse_other_geometry, save_setup
-from adaptiveload_hf.errors import exit_on_user_error
+from adaptiveload_hf.errors import exit_on_user_error, options_as_flags
 from adaptiveload_hf.scan import vae_scale_of_channels
 
 # By the class of the pipeline's transformer: the module with what is its own.
@@ -87,7 +87,7 @@ def main():
     accelerator = make_accelerator(
         gradient_accumulation_steps=args.gradient_accumulation_steps, mixed_precision=args.mixed_precision
     )
-    with all_ranks_fail_together(accelerator):
+    with all_ranks_fail_together(accelerator), options_as_flags(vars(args)):
         output_dir = Path(args.output_dir)
         if args.config is not None:
             use_config_alone(accelerator, args, output_dir / "pipeline")

@@ -54,7 +54,7 @@ from validation_pictures import check_validation, encode_prompts, make_validatio
 from adaptiveload_hf import make_accelerator
 from adaptiveload_hf.buckets.sources import load_prepared
 from adaptiveload_hf.distributed import all_ranks_fail_together
-from adaptiveload_hf.errors import exit_on_user_error
+from adaptiveload_hf.errors import exit_on_user_error, options_as_flags
 
 
 def parse_args(argv=None) -> argparse.Namespace:
@@ -81,7 +81,8 @@ def main():
         project_config=ProjectConfiguration(args.output_dir, logging_dir=Path(args.output_dir, args.logging_dir)),
     )
     otherwise = f"stop it with `touch {Path(args.output_dir, 'STOP')}`"
-    with all_ranks_fail_together(accelerator), only_run(accelerator, Path(args.output_dir), otherwise):
+    only = only_run(accelerator, Path(args.output_dir), otherwise)
+    with all_ranks_fail_together(accelerator), only, options_as_flags(vars(args)):
         train(accelerator, args)
         accelerator.wait_for_everyone()
     accelerator.end_training()

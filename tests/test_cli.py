@@ -14,8 +14,9 @@ from support.full_disk import files_of_at_most
 from support.measured import COST, make_config, measure, save_dataset
 from support.training_logs import tokens_of, write_log
 
-from adaptiveload_hf import BucketConfig, cli
+from adaptiveload_hf import BucketConfig, UserError, cli
 from adaptiveload_hf.environment import save_setup
+from adaptiveload_hf.errors import options_as_flags
 
 ROOT = Path(__file__).parent.parent
 COUNTS = {"1x60x104": 300, "5x60x104": 90, "13x60x104": 40, "21x60x104": 30}
@@ -300,7 +301,11 @@ def test_help_shows_an_example(run, command):
         (("scan", "prepared", "--patch-size", "0x0x0"), "A patch size is three whole numbers from 1 to 1024"),
         ((*COUNT, "--batch-size", "1x2x2=1", "--batch-size", "1x2x2=2"), "given twice for 1x2x2: 1 and 2. Keep one."),
         ((*COUNT, "--batch-size", f"1x2x2={'9' * 5000}"), "takes a shape and a number"),
-        ((*PLAN, "--samples-per-step", "9", "--target-seconds", "2"), "by which policy 'dual' chooses its target"),
+        (
+            (*PLAN, "--samples-per-step", "9", "--target-seconds", "2"),
+            "--samples-per-step is a number above 0 by which",
+        ),
+        (("plan", "config", "--shapes", "longer.json", "--world-size", "4"), "or pass --allow-extrapolation to trust"),
         (("fit", "nowhere.jsonl", "--output", "fitted"), "measurements.jsonl, but nowhere.jsonl is no file"),
         (("fit", ".", "--output", "fitted"), "measurements.jsonl, but . is no file"),
         ((*FIT, "--patch-size", "1x1x1"), "1x60x104 was measured with 1560 tokens, but patch size"),
@@ -314,6 +319,7 @@ def test_help_shows_an_example(run, command):
 def test_a_mistake_is_one_line_and_status_1(run, files, arguments, words):
     if not (files / "fitted-without-environment").exists():
         make_config(environment={}).save_pretrained(files / "fitted-without-environment")
+    (files / "longer.json").write_text('{"81x60x104": 9}')
     status, out, err = run(*arguments)
     assert (status, out) == (1, "")
     assert "adaptiveload: error: " in err
@@ -371,3 +377,10 @@ def test_wrong_usage_is_status_2(run, arguments, words):
     status, out, err = run(*arguments)
     assert (status, out) == (2, "")
     assert words in err
+
+
+def test_only_a_plans_options_that_the_command_has_are_named_as_its_flags():
+    said = "batch_sizes={...}, world_size=2, `--world_size`, run.world_size, world_size.x, 'world_size', in_world"
+    with pytest.raises(UserError) as caught, options_as_flags(["world_size", "rank"], dash="-"):
+        raise UserError(said)
+    assert str(caught.value) == said.replace(" world_size=2", " --world-size=2")

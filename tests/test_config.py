@@ -373,7 +373,7 @@ def test_measured_memory_of_a_gpu_of_unknown_size_is_said_to_be_that_and_how_to_
     plan, largest = config.plan(COUNTS, **RANKS), max(m.batch_size * m.tokens for m in config.measurements)
     assert plan.buckets[0].gib is not None and plan.m_mem_tokens == largest
     assert plan.findings[0] == (
-        "Memory was measured, but the GPU's size is not known (pass --memory-limit-gib): micro-batches stay within "
+        "Memory was measured, but the GPU's size is not known (give a memory limit): micro-batches stay within "
         f"{largest} tokens, known to fit."
     )
     assert "not known" not in " ".join(config.plan(COUNTS, **RANKS, memory_limit_gib=20).findings)

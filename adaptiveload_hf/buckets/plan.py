@@ -21,7 +21,7 @@ POLICIES = ("dual", "equal_token", "equal_time", "fixed")
 _TARGETS_TRIED = 64
 # Why no memory limit in GiB holds, so that tokens known to fit are the limit.
 _NOT_MEASURED = "Memory was not measured"
-_NO_SIZE = "Memory was measured, but the GPU's size is not known (pass --memory-limit-gib)"
+_NO_SIZE = "Memory was measured, but the GPU's size is not known (give a memory limit)"
 
 
 def dual_constraint_batch_size(tokens: int, *, m_mem: float, m_comp: float, p: float) -> int:

@@ -55,10 +55,10 @@ def test_a_run_that_measures_first_and_tries_its_buckets_is_the_one_with_the_fin
     [
         ("--balance stripes", "stripes"),
         ("--batch_sizes 1x4x4", "but found '1x4x4'"),
-        ("--batch_sizes 9x9x9=2", "no sample has the shape 9x9x9"),
+        ("--batch_sizes 9x9x9=2", "--batch_sizes (of the bucket config or given by hand) hold a whole number from 1"),
         ("--repeats gone*=2", "no file of the dataset fits 'gone*'"),
         ("--repeats *=0", "the dataset has 0 samples"),
-        ("--memory_limit_gib 20", "says nothing without measured memory"),  # a CPU's is not
+        ("--memory_limit_gib 20", "--memory_limit_gib = 20 says nothing without measured memory"),  # a CPU's is not
     ],
 )
 def test_a_plan_that_cannot_be_made_is_refused_before_it_is_measured_for(setup, tmp_path, words, said):
