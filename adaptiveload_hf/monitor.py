@@ -245,11 +245,12 @@ class BlockClock:
         return self._pair
 
     def begin(self, module, inputs) -> None:
-        if self._armed:
+        # Where a model is compiled as a whole, a moment would break its graph.
+        if not torch.compiler.is_compiling() and self._armed:
             self._armed, self._start = False, self.now()
 
     def end(self, module, inputs, output) -> None:
-        if self._start is not None:
+        if not torch.compiler.is_compiling() and self._start is not None:
             self._pair, self._start = (self._start, self.now()), None
 
     def now(self) -> torch.cuda.Event | float:

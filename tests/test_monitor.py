@@ -176,6 +176,16 @@ def test_blocks_that_are_compiled_or_missing_are_not_watched():
     assert repeated_block(torch.nn.Linear(2, 2)) is None
 
 
+def test_a_model_that_is_compiled_as_a_whole_keeps_its_one_graph():
+    blocks, clock = torch.nn.ModuleList([torch.nn.Linear(4, 4)]), BlockClock(on_gpu=False)
+    model = torch.compile(torch.nn.Sequential(*blocks), backend="eager", fullgraph=True)
+    clock.attach(blocks[0])
+    for _ in range(2):
+        clock.arm()
+        model(torch.ones(2, 4))
+        assert clock.take() is None
+
+
 def test_a_loss_may_be_a_tensor_of_one_element():
     with fresh_accelerate(ACCELERATE_USE_CPU="true"):
         accelerator = make_accelerator(gradient_accumulation_steps=2)

