@@ -15,8 +15,8 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run __getattr__
     from .benchmark import measure_steps as measure_steps
     from .buckets.cost import Measurement as Measurement
     from .buckets.fit import fit_cost_model as fit_cost_model
-    from .buckets.fit import fit_memory_model as fit_memory_model
     from .buckets.loader import BucketDataLoader as BucketDataLoader
+    from .buckets.memory import fit_memory_model as fit_memory_model
     from .buckets.plan import BucketPlan as BucketPlan
     from .buckets.plan import dual_constraint_batch_size as dual_constraint_batch_size
     from .buckets.plan import make_plan as make_plan
@@ -57,7 +57,7 @@ _PUBLIC = {
     "TokenGeometry": "buckets.shapes",
     "Measurement": "buckets.cost",
     "fit_cost_model": "buckets.fit",
-    "fit_memory_model": "buckets.fit",
+    "fit_memory_model": "buckets.memory",
     "dual_constraint_batch_size": "buckets.plan",
     "make_plan": "buckets.plan",
     "BucketPlan": "buckets.plan",

@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType, broadcast_object_list
 from tqdm.auto import tqdm
 
 from .buckets.cost import Measurement, MemoryModel, read_measurements
-from .buckets.fit import fit_memory_model
+from .buckets.memory import fit_memory_model
 from .buckets.points import Point, choose_points, work_of
 from .buckets.shapes import LatentShape, TokenGeometry
 from .device_memory import (
@@ -49,6 +49,7 @@ def measure_shapes(
     geometry: TokenGeometry,
     *,
     max_points: int = 12,
+    freed_gib: float = 0.0,
     output_path: str | os.PathLike,
 ) -> list[Measurement]:
     """Chooses points for these shapes and times them; from nothing to what `BucketConfig.from_measurements` takes.
@@ -64,6 +65,7 @@ def measure_shapes(
         shapes: those of the data; a smallest and a largest one are enough.
         geometry: shape to tokens.
         max_points: at most this many points, at least 4.
+        freed_gib: as in `fit_memory_model`.
         output_path: JSON lines, appended point by point; points found in it are not measured again.
 
     Returns:
@@ -91,7 +93,7 @@ def measure_shapes(
         max_tokens = 4 * last.all_tokens
     while len(climbed) < max_points - 2:
         names = {(str(point.shape), point.batch_size) for point in climbed}
-        last = _next_memory_point(accelerator, [m for m in measured if (m.shape, m.batch_size) in names])
+        last = _next_memory_point(accelerator, [m for m in measured if (m.shape, m.batch_size) in names], freed_gib)
         if last is None or last in climbed:  # in it, but left out: larger than what ran out of memory
             break
         measured = measure_steps(accelerator, run_step, [last], output_path=output_path)
@@ -101,9 +103,9 @@ def measure_shapes(
     return measure_steps(accelerator, run_step, points, output_path=output_path)
 
 
-def _next_memory_point(accelerator: Accelerator, climbed: list[Measurement]) -> Point | None:
+def _next_memory_point(accelerator: Accelerator, climbed: list[Measurement], freed_gib: float) -> Point | None:
     """The shortest shape at a batch that shows more of how memory grows; None if that is known, or cannot be had."""
-    law = _memory_law(climbed)
+    law = _memory_law(climbed, freed_gib)
     if law is None or law.known_tokens is None or any(m.oom for m in climbed):
         return None
     last = max(climbed, key=lambda m: m.batch_size)
@@ -287,9 +289,11 @@ def _predicted_gib(point: Point, measurements: list[Measurement]) -> float:
     return 0.0 if law is None else float(replace(law, known_tokens=None).gib(point.batch_size, point.tokens))
 
 
-def _memory_law(measurements: list[Measurement]) -> MemoryModel | None:
+def _memory_law(measurements: list[Measurement], freed_gib: float = 0.0) -> MemoryModel | None:
     fitted = [m for m in measurements if m.peak_gib > 0 and not m.oom]
-    return fit_memory_model(fitted) if len({m.batch_size * m.tokens for m in fitted}) > 1 else None
+    return (
+        fit_memory_model(fitted, freed_gib=freed_gib) if len({m.batch_size * m.tokens for m in fitted}) > 1 else None
+    )
 
 
 def _remaining_seconds(accelerator: Accelerator, points: list[Point], measurements: list[Measurement]) -> float | None:

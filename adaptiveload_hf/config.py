@@ -13,8 +13,9 @@ from diffusers.utils import PushToHubMixin
 
 from .buckets.cost import Measurement, MemoryModel, cost_model_from_dict
 from .buckets.deal import check_ranks
-from .buckets.fit import CostFit, fit_cost_model, fit_memory_model
+from .buckets.fit import CostFit, fit_cost_model
 from .buckets.flops import count_flops
+from .buckets.memory import fit_memory_model
 from .buckets.plan import BucketPlan, make_plan
 from .buckets.shapes import LatentShape, TokenGeometry
 from .buckets.simulate import BALANCES, ComparisonRow, compare
@@ -35,6 +36,7 @@ from .environment import (
     assumptions,
     current_environment,
     differences,
+    freed_gradients_gib,
     memory_elsewhere,
     memory_limit,
     model_differences,
@@ -125,7 +127,8 @@ class BucketConfig(ConfigMixin, PushToHubMixin):
         fit = fit or fit_cost_model(measurements)
         memory = None
         if any(m.peak_gib > 0 for m in measurements):
-            memory = fit_memory_model(measurements, environment.get("gpu_memory_gib"))
+            freed_gib = freed_gradients_gib(environment)
+            memory = fit_memory_model(measurements, environment.get("gpu_memory_gib"), freed_gib)
         return cls(
             format_version=FORMAT_VERSION,
             origin=origin,

@@ -119,6 +119,15 @@ def memory_limit(measured: dict[str, Any]) -> tuple[float | None, str | None]:
     return limit, words + "."
 
 
+def freed_gradients_gib(measured: dict[str, Any]) -> float:
+    """GiB of gradients that are gone when the next backward begins: all of them with one micro-step a step, else none.
+
+    Args:
+        measured: `environment` of a config. 0 where it does not tell.
+    """
+    return (measured.get("gradient_gib") or 0.0) if measured.get("gradient_accumulation_steps") == 1 else 0.0
+
+
 def memory_elsewhere(
     memory: MemoryModel, measured: dict[str, Any], world_size: int, accumulation: int
 ) -> tuple[MemoryModel, list[str]]:

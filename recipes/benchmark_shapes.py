@@ -44,7 +44,7 @@ from adaptiveload_hf.commands.arguments import read_samples
 from adaptiveload_hf.commands.plan import plan
 from adaptiveload_hf.commands.simulate import simulate
 from adaptiveload_hf.distributed import all_ranks_fail_together
-from adaptiveload_hf.environment import refuse_other_geometry, save_setup
+from adaptiveload_hf.environment import freed_gradients_gib, refuse_other_geometry, save_setup
 from adaptiveload_hf.errors import exit_on_user_error, options_as_flags
 from adaptiveload_hf.scan import vae_scale_of_channels
 
@@ -189,7 +189,8 @@ def benchmark(accelerator, args, dataset, counts, output_dir: Path, max_points=1
     run_step, kept_gib = make_run_step(accelerator, args, family, sizes)
     environment["gradient_gib"] = max(gather_object([kept_gib]))
     path = output_dir / "measurements.jsonl"
-    measurements = measure(accelerator, run_step, counts, geometry, path, max_points, points)
+    freed_gib = freed_gradients_gib(environment)
+    measurements = measure(accelerator, run_step, counts, geometry, path, max_points, freed_gib, points)
 
     def plan_from(measurements) -> BucketConfig:
         config = BucketConfig.from_measurements(
@@ -231,10 +232,11 @@ def check_options(accelerator, args, counts, geometry):
     )
 
 
-def measure(accelerator, run_step, counts, geometry, path: Path, max_points: int, points) -> list:
+def measure(accelerator, run_step, counts, geometry, path: Path, max_points: int, freed_gib: float, points) -> list:
     """The given points, or such as show the law of these shapes; one is kept for the plan's largest micro-batch."""
     if not points:
-        return measure_shapes(accelerator, run_step, counts, geometry, max_points=max_points - 1, output_path=path)
+        options = {"max_points": max_points - 1, "freed_gib": freed_gib, "output_path": path}
+        return measure_shapes(accelerator, run_step, counts, geometry, **options)
     shapes = [(LatentShape.parse(shape), size) for shape, size in points]
     given = [Point(shape, geometry.tokens(shape), size) for shape, size in shapes]
     return measure_steps(accelerator, run_step, given, output_path=path)

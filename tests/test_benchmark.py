@@ -16,7 +16,7 @@ from support.launch import ROOT, launch
 from adaptiveload_hf import LatentShape, Measurement, TokenGeometry, UserError, fit_cost_model, make_accelerator
 from adaptiveload_hf.benchmark import Point, append_line, choose_points, measure_shapes, measure_steps
 from adaptiveload_hf.buckets.cost import Roofline, read_measurements
-from adaptiveload_hf.buckets.fit import fit_memory_model
+from adaptiveload_hf.buckets.memory import fit_memory_model
 from adaptiveload_hf.device_memory import DeviceMemory
 
 WORKER = ROOT / "tests" / "support" / "benchmark_worker.py"
@@ -258,7 +258,7 @@ def test_a_high_floor_neither_fills_with_points_nor_makes_those_of_long_shapes_t
     assert sum(seconds == 1.6 for seconds in steps.values()) <= 4
 
 
-def measure_peaks(accelerator, device, clock, tmp_path, gib_of_tokens):
+def measure_peaks(accelerator, device, clock, tmp_path, gib_of_tokens, **options):
     """Steps above the floor of seconds from the first climb on; their peaks as given."""
 
     def run_step(shape, batch_size):
@@ -267,8 +267,8 @@ def measure_peaks(accelerator, device, clock, tmp_path, gib_of_tokens):
         device["peak_gib"] = gib_of_tokens(tokens)
 
     path = tmp_path / "measurements.jsonl"
-    found = measure_shapes(accelerator, run_step, SHAPES, TokenGeometry(), output_path=path)
-    again = measure_shapes(accelerator, run_step, SHAPES, TokenGeometry(), output_path=path)
+    found = measure_shapes(accelerator, run_step, SHAPES, TokenGeometry(), output_path=path, **options)
+    again = measure_shapes(accelerator, run_step, SHAPES, TokenGeometry(), output_path=path, **options)
     assert again == found and len(found) <= 12
     return sorted(m.batch_size * m.tokens for m in found)
 
@@ -280,6 +280,18 @@ def test_the_batch_climbs_on_until_the_slope_of_memory_above_its_floor_is_known(
     work = measure_peaks(accelerator, device, clock, tmp_path, gib)
     assert gib(work[-2]) > 2.66 and work[-1] == pytest.approx(2 * work[-2], rel=0.1)
     assert fit_memory_model(read_measurements(tmp_path / "measurements.jsonl")[0]).known_tokens is None
+
+
+def test_the_climb_goes_beyond_a_rising_floor_where_gradients_are_freed(accelerator, device, clock, tmp_path):
+    def gib(tokens):  # half a GiB of gradients; the line is the higher one from 125,000 tokens on
+        return max(1.6 + 1e-5 * tokens, 1.1 + 1.4e-5 * tokens)
+
+    work = measure_peaks(accelerator, device, clock, tmp_path, gib, freed_gib=0.5)
+    measured = read_measurements(tmp_path / "measurements.jsonl")[0]
+    memory = fit_memory_model(measured, freed_gib=0.5)
+    assert memory.known_tokens is None and memory.gib_per_token == pytest.approx(1.4e-5, rel=0.02)
+    without = measure_peaks(accelerator, device, clock, tmp_path / "not known", gib)
+    assert without[-1] < work[-1]
 
 
 def test_the_climb_for_memory_stays_within_what_surely_fits(accelerator, device, clock, tmp_path):

@@ -40,6 +40,7 @@ LAYERS = [
         "adaln.patterns",
         "buckets.deal",
         "buckets.flops",
+        "buckets.memory",
         "buckets.points",
         "buckets.sample_rows",
         "buckets.search",

@@ -259,15 +259,17 @@ def check_cost(cost: CostModel, tokens) -> None:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Peak memory of a rank: max(floor_gib, base_gib + B * (gib_per_sample + gib_per_token * S)), in GiB.
+    """Peak memory of a rank in GiB: the floor, floor_gib + floor_gib_per_token * B * S, or if it is higher the line,
+    base_gib + B * (gib_per_sample + gib_per_token * S).
 
-    The floor is what no small micro-batch goes below: the optimizer step has a peak of its own. Where the slope above
-    it is not known, memory beyond the largest measured B*S is bounded by a proportion: max(floor, line, c * B * S).
+    The line is the peak when backward begins: every checkpoint is there, no gradient yet. The floor is the peak at a
+    step's end: all gradients, but the activations of one block only, or what the optimizer needs for itself. Where the
+    line is not known, memory beyond the largest measured B*S is bounded by a proportion: max(floor, line, c * B * S).
     Peaks are the highest of lines, and a line that holds something before any sample grows by less than that.
 
     Args:
         base_gib, gib_per_token: the line.
-        floor_gib: 0: none (configs of before had none).
+        floor_gib, floor_gib_per_token: the floor. 0: none, and flat (as in configs of before there were these).
         known_tokens: B*S beyond which c * B * S counts, c such that it meets the law there; None: the slope is known.
         gib_per_sample: what each sample takes whatever its shape, such as its prompt.
     """
@@ -277,12 +279,14 @@ class MemoryModel:
     floor_gib: float = 0.0
     known_tokens: int | None = None
     gib_per_sample: float = 0.0
+    floor_gib_per_token: float = 0.0
 
     def gib(self, batch_size, tokens):
         """Predicted GiB. batch_size, tokens: ints or arrays that broadcast."""
         batch_size = np.asarray(batch_size, dtype=np.float64)
-        line = self._known_gib(batch_size * (self.gib_per_sample + self.gib_per_token * np.asarray(tokens)))
-        return np.maximum(line, self._bound_gib_per_token() * batch_size * tokens)
+        work = batch_size * np.asarray(tokens)
+        known = self._known_gib(work, batch_size * self.gib_per_sample)
+        return np.maximum(known, self._bound_gib_per_token() * work)
 
     def max_tokens(self, limit_gib: float, tokens):
         """The paper's M_mem: the largest B*S of samples of S tokens that fits into limit_gib; 0 if nothing does.
@@ -293,14 +297,18 @@ class MemoryModel:
         if limit_gib < max(self.floor_gib, self.base_gib):
             return np.zeros_like(tokens)
         found = (limit_gib - self.base_gib) / (self.gib_per_token + self.gib_per_sample / tokens)
-        bound = self._bound_gib_per_token()
-        most = min(limit_gib / bound, _MOST_TOKENS) if bound else _MOST_TOKENS
+        bound, most = self._bound_gib_per_token(), float(_MOST_TOKENS)
+        if self.floor_gib_per_token:
+            most = min(most, (limit_gib - self.floor_gib) / self.floor_gib_per_token)
+        if bound:
+            most = min(most, limit_gib / bound)
         return np.minimum(found, most).astype(np.int64)
 
-    def _known_gib(self, growing_gib):
-        return np.maximum(self.floor_gib, self.base_gib + growing_gib)
+    def _known_gib(self, work, of_samples_gib=0.0):
+        floor = self.floor_gib + self.floor_gib_per_token * work
+        return np.maximum(floor, self.base_gib + of_samples_gib + self.gib_per_token * work)
 
     def _bound_gib_per_token(self) -> float:
         if self.known_tokens is None:
             return 0.0
-        return float(self._known_gib(self.gib_per_token * self.known_tokens)) / self.known_tokens
+        return float(self._known_gib(self.known_tokens)) / self.known_tokens

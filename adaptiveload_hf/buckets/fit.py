@@ -9,17 +9,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ..errors import UserError
-from .cost import CostModel, Measurement, MemoryModel, PowerLaw
+from .cost import CostModel, Measurement, PowerLaw
+from .memory import KNOWN_SPAN, ON_FLOOR, fit_memory_model, has_peak
 from .search import FORMS, LEAST_RESIDUAL_SCALE, TimedSteps, fit_form, minimise, model_of, relative_errors, vector_of
 
 # Steps shorter than this many times the shortest one may still be on the floor.
 _ABOVE_FLOOR = 1.5
 _LEAST_STRAY = 0.1
-# Peaks up to this many times the lowest are on the floor: those of Wan 1.3B on an H200 differ by 0.5% there.
-_ON_FLOOR = 1.02
-# Nearer points differ by what B*S does not tell, such as the prompt's tokens of each sample.
-_KNOWN_SPAN = 2
-_SAMPLE_SPAN = 4
 _FRAGMENTED = 1.1  # held over used, at large steps; plans keep 10% of the GPU free for it
 _MOST_GROUPS = 8  # of an outer shape's points, that are left out one after the other
 SURE_POINTS = 9  # over two for each part of a law: floor, fixed, linear and quadratic
@@ -180,59 +176,6 @@ def find_outliers(fit: CostFit) -> list[Outlier]:
     return [Outlier(fit.steps.names[i], float(fit.steps.seconds[i]), float(predicted[i])) for i in worst]
 
 
-def fit_memory_model(measurements: Sequence[Measurement], gpu_memory_gib: float | None = None) -> MemoryModel:
-    """The tightest max(floor, line in B and B*S) that lies on or above every measured peak.
-
-    Half of a mean line's predictions would be too low, and each of those is a crash. Points on the floor say nothing
-    about the line. Its slope is known if the points above the floor span a factor of 2 in B*S; else it goes through
-    the last point on the floor, and beyond the largest point memory is bounded (`known_tokens`). A sample's fixed part
-    is fitted if three points above the floor span a factor of 4 in S; else it counts as tokens. Of repeated points the
-    highest counts. A point that ran out of memory needs more than its own peak, more than any peak that fitted, and at
-    least the GPU's memory.
-
-    Args:
-        measurements: points with their peaks, in GiB.
-        gpu_memory_gib: memory of the GPU that they were measured on, if known.
-
-    Returns:
-        MemoryModel: `gib(B, S)` predicts a peak, `max_tokens(limit_gib, S)` the largest B*S within a limit.
-
-    Raises:
-        UserError: no peak was measured, or at one B*S only.
-
-    Source: the paper has a limit M_mem in tokens and no law of memory; this one is ours.
-    """
-    from scipy.optimize import linprog
-
-    fitted = sorted((m.batch_size * m.tokens, m.peak_gib, m.tokens) for m in measurements if _has_peak(m))
-    if len({work for work, _, _ in fitted}) < 2:
-        raise UserError(
-            f"A memory model needs peak_gib at two or more different B*S, but found {[p[:2] for p in fitted]} as "
-            "(B*S, GiB). Measure on the device that you will train on, a small and a large point."
-        )
-    highest = max(gib for _, gib, _ in fitted)
-    bound = max(1.001 * highest, gpu_memory_gib or 0.0)
-    failed = [(m.batch_size * m.tokens, max(bound, 1.001 * m.peak_gib), m.tokens) for m in measurements if m.oom]
-    limit = _ON_FLOOR * min(gib for _, gib, _ in fitted)
-    on_floor, rising = ([p for p in fitted if (p[1] <= limit) == low] for low in (True, False))
-    floor = (on_floor[-1][0], max(gib for _, gib, _ in on_floor), on_floor[-1][2])
-    known = bool(rising) and rising[-1][0] >= _KNOWN_SPAN * rising[0][0]
-    lengths = [tokens for _, _, tokens in rising]
-    by_sample = known and len(rising) > 2 and max(lengths) >= _SAMPLE_SPAN * min(lengths)
-
-    work, gib, tokens = np.array([*rising, *sorted(failed), *([] if known else [floor])]).T
-    lines = np.stack([np.ones_like(work), work, work / tokens], axis=1)
-    scale = lines.max(axis=0)
-    bounds = [(0, None), (0, None), (0, None if by_sample else 0)]
-    found = linprog((lines / scale).sum(axis=0), A_ub=-lines / scale, b_ub=-gib, bounds=bounds).x / scale
-    slope = max(found[1], 1e-9 * highest / scale[1])
-    return MemoryModel(float(found[0]), float(slope), floor[1], None if known else fitted[-1][0], float(found[2]))
-
-
-def _has_peak(measurement: Measurement) -> bool:
-    return measurement.peak_gib > 0 and not measurement.oom
-
-
 def describe_measurements(measurements: Sequence[Measurement]) -> list[str]:
     """What a user should know of measurements that can be fitted, one sentence each.
 
@@ -246,7 +189,7 @@ def describe_measurements(measurements: Sequence[Measurement]) -> list[str]:
 
 def _repeats(measurements):
     peaks: dict[tuple[int, str, int], list[float]] = {}
-    for m in filter(_has_peak, measurements):
+    for m in filter(has_peak, measurements):
         peaks.setdefault((m.tokens, m.shape, m.batch_size), []).append(m.peak_gib)
     return [
         f"{shape} at batch size {batch} was measured at {min(gib):.2f} to {max(gib):.2f} GiB; the higher is used."
@@ -299,7 +242,7 @@ def _weak_parts(measurements):
 
 
 def _unknown_slope(measurements):
-    peaks = list(filter(_has_peak, measurements))
+    peaks = list(filter(has_peak, measurements))
     if len({m.batch_size * m.tokens for m in peaks}) < 2:
         return []
     memory = fit_memory_model(measurements)
@@ -307,11 +250,11 @@ def _unknown_slope(measurements):
         return []
     shortest = min(peaks, key=lambda m: m.tokens)
     highest = max(m.peak_gib for m in peaks)
-    rise = "No point rises" if highest <= _ON_FLOOR * memory.floor_gib else "Too few points rise"
+    rise = "No point rises" if highest <= ON_FLOOR * memory.floor_gib else "Too few points rise"
     return [
         f"{rise} above the floor of {memory.floor_gib:.1f} GiB, so how memory grows beyond B*S = "
         f"{memory.known_tokens} is not known; plans take it as proportional to B*S, the most it can be. Add "
-        f"{shortest.shape} at batch size {math.ceil(_KNOWN_SPAN * memory.known_tokens / shortest.tokens)}."
+        f"{shortest.shape} at batch size {math.ceil(KNOWN_SPAN * memory.known_tokens / shortest.tokens)}."
     ]
 
 

@@ -3,6 +3,7 @@
 # Usage: recipes/runs/benchmark_wan_1.3b.sh [output folder]
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+export PYTORCH_ALLOC_CONF=expandable_segments:True
 out=${1:-benchmark_wan_1.3b}
 mkdir -p "$out"
 echo '{"1x60x104": 400, "5x60x104": 160, "9x60x104": 120, "13x60x104": 100, "21x60x104": 80}' > "$out/shapes.json"

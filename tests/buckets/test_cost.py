@@ -15,7 +15,8 @@ from adaptiveload_hf.buckets.cost import (
     cost_model_from_dict,
     read_measurements,
 )
-from adaptiveload_hf.buckets.fit import fit_cost_model, fit_memory_model
+from adaptiveload_hf.buckets.fit import fit_cost_model
+from adaptiveload_hf.buckets.memory import fit_memory_model
 from adaptiveload_hf.errors import UserError
 
 H200 = Path(__file__).parents[1] / "data" / "h200_wan_steps.jsonl"

@@ -12,9 +12,9 @@ from adaptiveload_hf.buckets.fit import (
     describe_measurements,
     find_outliers,
     fit_cost_model,
-    fit_memory_model,
     parameter_confidence,
 )
+from adaptiveload_hf.buckets.memory import fit_memory_model
 from adaptiveload_hf.errors import UserError
 
 TRUE = Additive(0.3, 0.01, 3e-5, 1.5e-9)

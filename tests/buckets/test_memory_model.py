@@ -1,5 +1,6 @@
 """Is predicted memory on or above what was measured, and never too low beyond it, where the optimizer sets a floor?"""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,16 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adaptiveload_hf.buckets.cost import Measurement, MemoryModel, read_measurements
-from adaptiveload_hf.buckets.fit import describe_measurements, fit_cost_model, fit_memory_model
-from adaptiveload_hf.environment import MEMORY_RESERVE, memory_elsewhere
+from adaptiveload_hf.buckets.fit import describe_measurements, fit_cost_model
+from adaptiveload_hf.buckets.memory import fit_memory_model
+from adaptiveload_hf.environment import MEMORY_RESERVE, freed_gradients_gib, memory_elsewhere
 
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "tests" / "data"
+GRADIENTS_GIB = 5.286  # of Wan 1.3B in float32
 UNSEEN = 1 / 1.02  # peaks within 2% of the floor count as on it
 
 
 @pytest.fixture(scope="module")
 def h200():
     """See tests/data/README.md; by growing peak: eight on the floor, three just above it, and 71 GiB."""
-    measured, problems = read_measurements(Path(__file__).parents[1] / "data" / "h200_wan_memory.jsonl")
+    measured, problems = read_measurements(DATA / "h200_wan_memory.jsonl")
     assert not problems and len(measured) == 12
     return sorted(measured, key=lambda m: m.peak_gib)
 
@@ -34,7 +39,7 @@ def predict(memory, measured):
 def test_points_on_the_floor_do_not_flatten_the_slope_of_real_h200_steps(h200):
     memory = fit_memory_model(h200)
     assert memory.known_tokens is None
-    assert memory.floor_gib == pytest.approx(26.66, abs=0.01)
+    assert memory.gib(1, 1560) == pytest.approx(26.6, abs=0.01) and memory.gib(1, 32760) < 26.7
     assert memory.gib_per_token == pytest.approx(1.93e-4, rel=0.01)
     assert memory.gib_per_sample == pytest.approx(0.0257, rel=0.01)
     for measured in h200:
@@ -43,6 +48,69 @@ def test_points_on_the_floor_do_not_flatten_the_slope_of_real_h200_steps(h200):
     assert predict(fit_memory_model([m for m in h200 if m not in middle[1:]]), h200[-1]) == pytest.approx(
         71.03, rel=0.05
     )
+
+
+@pytest.fixture(scope="module")
+def fused():
+    """See tests/data/README.md; by growing peak, the one that ran out of memory left out."""
+    measured, problems = read_measurements(DATA / "h200_wan_fused_adamw.jsonl")
+    assert not problems and len(measured) == 12 and measured[-1].oom
+    return sorted(measured[:-1], key=lambda m: m.peak_gib)
+
+
+def test_points_of_at_most_42_gib_tell_real_peaks_of_52_to_94_where_the_floor_rises(fused):
+    rows = json.loads((ROOT / "recipes" / "results" / "wan21_1.3b_memory_large.json").read_text())["rows"]
+    assert max(m.peak_gib for m in fused) < 42.1 and len(rows) == 4
+    memory = fit_memory_model(fused, gpu_memory_gib=139.8, freed_gib=GRADIENTS_GIB)
+    for row in rows:
+        assert memory.gib(row["batch_size"], row["tokens"]) == pytest.approx(row["peak_gib"], rel=0.005)
+    for measured in fused:
+        assert measured.peak_gib - 1e-6 <= predict(memory, measured) <= 1.02 * measured.peak_gib
+    assert memory.gib(400, 1560) > 0.99 * 139.8, "it ran out of memory"
+    assert memory.floor_gib - memory.base_gib == pytest.approx(GRADIENTS_GIB, rel=0.05)
+
+
+def test_a_floor_that_rises_is_not_taken_for_the_line_of_larger_micro_batches(fused):
+    """At all these points a step's end is the peak. One line fits them well, and is too low beyond."""
+    small = [m for m in fused if m.peak_gib < 25]
+    memory = fit_memory_model(small, gpu_memory_gib=139.8, freed_gib=GRADIENTS_GIB)
+    assert memory.known_tokens == max(m.batch_size * m.tokens for m in small)
+    for measured in fused:
+        assert predict(memory, measured) >= 0.99 * measured.peak_gib
+    assert fit_memory_model(small).known_tokens is None, "nothing to free, as with K > 1"
+    assert fit_memory_model(small, freed_gib=0.2).known_tokens is None, "LoRA's gradients"
+
+
+def test_only_gradients_of_a_single_micro_step_are_freed():
+    measured = {"gradient_gib": 5.3, "gradient_accumulation_steps": 1}
+    assert freed_gradients_gib(measured) == 5.3
+    for other in ({"gradient_accumulation_steps": 4}, {"gradient_accumulation_steps": None}, {"gradient_gib": None}):
+        assert freed_gradients_gib({**measured, **other}) == 0.0
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.floats(5, 60),
+    st.floats(0.05, 0.4),
+    st.floats(2e-5, 3e-4),
+    st.floats(1.05, 6),
+    st.lists(st.tuples(st.integers(1, 60), st.sampled_from([1560, 7800, 14040, 32760])), min_size=4, max_size=11),
+)
+def test_of_two_lines_the_known_one_is_that_of_larger_micro_batches(floor, gradients, slope, steeper, points):
+    def gib(batch, tokens):
+        work = batch * tokens
+        return max(floor + slope * work, (1 - gradients) * floor + steeper * slope * work)
+
+    measured = [Measurement("1x8x8", s, batch, 1.0, gib(batch, s)) for batch, s in dict.fromkeys(points)]
+    largest = max(m.batch_size * m.tokens for m in measured)
+    if len({m.batch_size * m.tokens for m in measured}) < 2:
+        return
+    memory = fit_memory_model(measured, freed_gib=gradients * floor)
+    for m in measured:
+        assert predict(memory, m) >= UNSEEN * m.peak_gib
+    for times in (2, 4):
+        batch = -(-times * largest // 1560)
+        assert memory.gib(batch, 1560) >= 0.9 * gib(batch, 1560)
 
 
 def test_what_a_sample_takes_beside_its_tokens_is_told_from_them():
@@ -59,7 +127,7 @@ def test_what_a_sample_takes_beside_its_tokens_is_told_from_them():
 
 
 def test_real_fsdp2_steps_tell_what_a_still_takes_beside_its_tokens_and_seven_tell_their_form():
-    measured, problems = read_measurements(Path(__file__).parents[1] / "data" / "h200_fsdp2_steps.jsonl")
+    measured, problems = read_measurements(DATA / "h200_fsdp2_steps.jsonl")
     assert not problems and len(measured) == 7
     memory = fit_memory_model(measured)
     assert memory.known_tokens is None and memory.gib_per_sample == pytest.approx(0.022, rel=0.01)
@@ -154,6 +222,8 @@ def test_peaks_that_are_the_highest_of_lines_are_bounded_where_the_slope_is_unkn
         MemoryModel(2.0, 1e-4, 5.0),
         MemoryModel(2.0, 1e-4, 5.0, known_tokens=20_000),
         MemoryModel(2.0, 1e-4, 5.0, 50_000),
+        MemoryModel(2.0, 1e-4, 5.0, None, 0.0, 5e-5),
+        MemoryModel(2.0, 1e-4, 5.0, 20_000, 0.0, 5e-5),
     ],
 )
 def test_max_tokens_is_the_last_that_fits_on_the_line_and_on_the_bound(memory):
@@ -206,7 +276,7 @@ def test_more_micro_steps_than_measured_are_named_where_the_gradients_are_not_kn
 
 def test_four_micro_steps_on_two_gpus_need_what_the_law_of_one_and_the_gradients_say():
     """18.511 GiB with K = 4 on two H200s (recipes/step_memory.py): Wan 2.1 1.3B, FSDP2, patched, 13x60x104, B = 2."""
-    points, _ = read_measurements(Path(__file__).parents[1] / "data" / "h200_fsdp2_patched_steps.jsonl")
+    points, _ = read_measurements(DATA / "h200_fsdp2_patched_steps.jsonl")
     law, sharded_float32 = fit_memory_model(points), 4 * 1_418_996_800 / 2 / 2**30
     measured = {"gradient_accumulation_steps": 1, "gradient_gib": sharded_float32}
     assert law.gib(2, 20_280) < 0.9 * 18.511

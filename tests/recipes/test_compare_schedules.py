@@ -19,7 +19,7 @@ from support.prepared import save_config
 
 from adaptiveload_hf import BucketConfig, LatentShape, TokenGeometry, UserError, fit_cost_model, make_accelerator
 from adaptiveload_hf.buckets.cost import Measurement, read_measurements
-from adaptiveload_hf.buckets.fit import fit_memory_model
+from adaptiveload_hf.buckets.memory import fit_memory_model
 from adaptiveload_hf.buckets.simulate import simulate
 from adaptiveload_hf.commands.arguments import read_samples
 
