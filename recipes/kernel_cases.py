@@ -1,5 +1,6 @@
 """What does kernel_speed.py measure: which rows, on what inputs, as whose code?"""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from adaptiveload_hf.adaln import ops
 
 EPS = 1e-6
 DEVICE = "cuda"
-HEAD = 128
+EACH_HEAD = ("each head", "not turned")
 # A contender of a case: from the case's arguments to (the call to time, the tensors whose gradients are wanted).
 Contender = Callable[..., tuple[Callable[[], Tensor | tuple[Tensor, ...]], list[Tensor]]]
 
@@ -25,14 +26,17 @@ class Case:
         op: of `adaln.ops`.
         shape: (B, S, D) of x, which is bfloat16.
         modulation: "float32" or "bfloat16" [B, 1, D] as a chunk of [B, 6, D]; "frozen" (float32 without a gradient);
-            "per token": bfloat16 chunks of [B, S, 6, D] and float32 tables [D].
+            "per token": bfloat16 chunks of [B, S, 6, D] and float32 tables [D]. Of `rms_norm_rope`, where each head is
+            normalised by itself, "each head", or "not turned" without a rotary embedding.
         goals: share of the roof that we set out to reach, forward and backward; 0 for none.
+        head: columns of a head.
     """
 
     op: str
     shape: tuple[int, int, int]
     modulation: str = "float32"
     goals: tuple[float, float] = (0.0, 0.0)
+    head: int = 128
 
     @property
     def name(self) -> str:
@@ -47,7 +51,8 @@ class Case:
             forward, backward = forward + 4, backward + 4
         if self.op == "gate_residual" and self.modulation == "frozen":  # y is not needed
             backward -= 2
-        table = 2 * 4 * HEAD * tokens if self.op == "rms_norm_rope" else 0
+        turned = self.op == "rms_norm_rope" and self.modulation != "not turned"
+        table = 2 * 4 * self.head * tokens if turned else 0
         return tuple(each * batch * tokens * width + table for each in (forward, backward))
 
 
@@ -78,6 +83,9 @@ CASES = (
     Case("rms_norm_modulate", (2, 32768, 4096), goals=(0.93, 0.88)),
     Case("rms_norm_rope", (1, 32760, 5120), goals=(0.88, 0.80)),
     Case("rms_norm_rope", (1, 32760, 1536), goals=(0.88, 0.80)),
+    Case("rms_norm_rope", (1, 32768, 3072), "each head", goals=(0.88, 0.80)),  # HunyuanVideo
+    Case("rms_norm_rope", (1, 4608, 3072), "each head", goals=(0.76, 0.70)),  # Flux
+    Case("rms_norm_rope", (4, 4096, 1536), "not turned", goals=(0.76, 0.70), head=64),  # SD3.5
 )
 QUICK_CASES = tuple(Case(op, (2, 8192, 3072)) for op in _BYTES_AN_ELEMENT)
 SMALL_CASES = tuple(
@@ -105,8 +113,11 @@ def make_arguments(case: Case) -> dict[str, Tensor]:
 
     arguments = {"x": activation()}
     if case.op == "rms_norm_rope":
-        angles = torch.randn(1, tokens, 1, HEAD // 2, device=DEVICE)
-        weight = torch.randn(width, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+        normed = case.head if case.modulation in EACH_HEAD else width
+        weight = torch.randn(normed, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+        if case.modulation == "not turned":
+            return {**arguments, "weight": weight}
+        angles = torch.randn(1, tokens, 1, case.head // 2, device=DEVICE)
         tables = {n: f(angles).repeat_interleave(2, -1) for n, f in (("cos", torch.cos), ("sin", torch.sin))}
         return {**arguments, "weight": weight, **tables}
     if "gate" in case.op:
@@ -122,7 +133,7 @@ def make_arguments(case: Case) -> dict[str, Tensor]:
 
 def contenders(case: Case) -> dict[str, Contender]:
     """Whose code is measured on a case, by name; our own CUDA kernel only where it is built."""
-    options = {"heads": case.shape[2] // HEAD} if case.op == "rms_norm_rope" else {}
+    options = {"heads": case.shape[2] // case.head} if case.op == "rms_norm_rope" else {}
     found = {}
     if ops.kernel_backend("cuda") == "cuda":
         found["CUDA"] = fused(case.op, "auto", **options)
@@ -156,6 +167,8 @@ def eager_of(case: Case) -> Contender:
 
 
 def _expression_of(case: Case):
+    if case.modulation in EACH_HEAD:
+        return functools.partial(_norm_of_heads, head=case.head)
     return _EAGER_BFLOAT16[case.op] if case.modulation == "bfloat16" else _EAGER[case.op]
 
 
@@ -168,6 +181,7 @@ def _trained(arguments: dict[str, Tensor]) -> list[Tensor]:
 
 
 # As diffusers writes it: Wan's float32 expressions.
+_WAN_HEAD = 128
 
 
 def _norm(x, scale, shift, scale_table=None, shift_table=None):
@@ -186,13 +200,25 @@ def _gate_norm(x, y, gate, scale, shift):
 
 
 def _rope(x, weight, cos, sin):
-    x = F.rms_norm(x, (x.shape[-1],), weight, EPS).unflatten(2, (-1, HEAD))
+    x = F.rms_norm(x, (x.shape[-1],), weight, EPS).unflatten(2, (-1, _WAN_HEAD))
     first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos[..., 0::2], sin[..., 1::2]
     out = torch.empty_like(x)
     out[..., 0::2] = first * cos - second * sin
     out[..., 1::2] = first * sin + second * cos
     return out
+
+
+# Flux's and HunyuanVideo's; SD3.5's without cos and sin.
+
+
+def _norm_of_heads(x, weight, cos=None, sin=None, *, head):
+    x = F.rms_norm(x.unflatten(2, (-1, head)), (head,), weight, EPS)
+    if cos is None:
+        return x
+    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack([-second, first], -1).flatten(3)
+    return (x.float() * cos + turned.float() * sin).to(x.dtype)
 
 
 # LTX's RMS expression, and SD3's of the layer norm: all in the dtype of x.

@@ -64,6 +64,12 @@ def test_output_and_gradients_are_as_close_to_float64_as_eager(heads, head_width
     check(make_inputs(2, 37, heads, head_width, dtype), make_tables(turned, head_width), heads)
 
 
+@pytest.mark.parametrize(("heads", "head_width"), [(38, 64), (23, 128), (11, 256), (15, 192)])
+def test_many_elements_which_are_not_asked_for_early(heads, head_width):
+    tokens = (1 << 24) // (heads * head_width) + 3
+    check(make_inputs(1, tokens, heads, head_width), make_tables(tokens - 100, head_width), heads)
+
+
 @pytest.mark.parametrize("table_batch", [1, 3])
 @pytest.mark.parametrize("table_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tokens", [1, 1000, 4097])
