@@ -1,6 +1,5 @@
 """What does kernel_speed.py measure: which rows, on what inputs, as whose code?"""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -168,7 +167,7 @@ def eager_of(case: Case) -> Contender:
 
 def _expression_of(case: Case):
     if case.modulation in EACH_HEAD:
-        return functools.partial(_norm_of_heads, head=case.head)
+        return _norm_of_heads
     return _EAGER_BFLOAT16[case.op] if case.modulation == "bfloat16" else _EAGER[case.op]
 
 
@@ -181,7 +180,6 @@ def _trained(arguments: dict[str, Tensor]) -> list[Tensor]:
 
 
 # As diffusers writes it: Wan's float32 expressions.
-_WAN_HEAD = 128
 
 
 def _norm(x, scale, shift, scale_table=None, shift_table=None):
@@ -200,7 +198,7 @@ def _gate_norm(x, y, gate, scale, shift):
 
 
 def _rope(x, weight, cos, sin):
-    x = F.rms_norm(x, (x.shape[-1],), weight, EPS).unflatten(2, (-1, _WAN_HEAD))
+    x = F.rms_norm(x, (x.shape[-1],), weight, EPS).unflatten(2, (-1, cos.shape[-1]))
     first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos[..., 0::2], sin[..., 1::2]
     out = torch.empty_like(x)
@@ -212,8 +210,8 @@ def _rope(x, weight, cos, sin):
 # Flux's and HunyuanVideo's; SD3.5's without cos and sin.
 
 
-def _norm_of_heads(x, weight, cos=None, sin=None, *, head):
-    x = F.rms_norm(x.unflatten(2, (-1, head)), (head,), weight, EPS)
+def _norm_of_heads(x, weight, cos=None, sin=None):
+    x = F.rms_norm(x.unflatten(2, (-1, len(weight))), weight.shape, weight, EPS)
     if cos is None:
         return x
     first, second = x.unflatten(-1, (-1, 2)).unbind(-1)

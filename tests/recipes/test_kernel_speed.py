@@ -128,12 +128,14 @@ def test_least_bytes_are_what_each_op_reads_and_writes():
     assert Case("gate_residual", (1, 1, 1), "frozen").least_bytes == (6, 4)
     assert Case("layer_norm_modulate", (1, 2, 8), "per token").least_bytes == (8 * 16, 10 * 16)
     assert Case("rms_norm_rope", (1, 2, 128)).least_bytes == (4 * 256 + 2048, 6 * 256 + 2048)
+    assert Case("rms_norm_rope", (1, 2, 128), "each head", head=64).least_bytes == (4 * 256 + 1024, 6 * 256 + 1024)
+    assert Case("rms_norm_rope", (1, 2, 128), "not turned", head=64).least_bytes == (4 * 256, 6 * 256)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_the_eager_expression_computes_what_the_op_computes(case, monkeypatch):
     monkeypatch.setattr(kernel_cases, "DEVICE", "cpu")
-    small = replace(case, shape=(case.shape[0], 6, 2 * kernel_cases.HEAD))
+    small = replace(case, shape=(case.shape[0], 6, 2 * case.head))
     arguments, found = kernel_cases.make_arguments(small), []
     options = {"heads": 2} if case.op == "rms_norm_rope" else {}
     for prepare in (kernel_cases.eager_of(small), kernel_cases.fused(case.op, "auto", **options)):
