@@ -135,7 +135,7 @@ def load_media_encoder(folder: Path, family: Family, device: torch.device) -> Ca
     """
     # The VAE stays in float32, as diffusers advises for Wan: it loses detail in bf16. SD3's is as good there.
     kind = AutoencoderKLWan if family.vae == "AutoencoderKLWan" else AutoencoderKL
-    vae = kind.from_pretrained(folder, subfolder="vae", torch_dtype=torch.float32).to(device)
+    vae = kind.from_pretrained(folder, subfolder="vae", dtype=torch.float32).to(device)
     embed_image = load_image_encoder(folder, device) if "image_encoder" in family.media_parts else None
 
     @torch.no_grad()

@@ -87,7 +87,7 @@ def load_transformer(accelerator: Accelerator, model_class, args, subfolder: str
         transformer = model_class.from_config(load_model_config(model_class, args, subfolder))
         return transformer if dtype == torch.float32 else transformer.to(dtype)  # diffusers warns of any cast
     return model_class.from_pretrained(
-        args.pretrained_model_name_or_path, subfolder=subfolder, revision=args.revision, torch_dtype=dtype
+        args.pretrained_model_name_or_path, subfolder=subfolder, revision=args.revision, dtype=dtype
     )
 
 

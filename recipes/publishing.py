@@ -12,13 +12,13 @@ _USE = {
     True: """import torch
 from diffusers import {pipeline}
 
-pipe = {pipeline}.from_pretrained("{base}"{revision}, torch_dtype=torch.bfloat16)
+pipe = {pipeline}.from_pretrained("{base}"{revision}, dtype=torch.bfloat16)
 pipe.load_lora_weights("{repo}"{second})""",
     False: """import torch
 from diffusers import {pipeline}, {model}
 
-transformer = {model}.from_pretrained("{repo}", subfolder="{folder}", torch_dtype=torch.bfloat16)
-pipe = {pipeline}.from_pretrained("{base}"{revision}, {folder}=transformer, torch_dtype=torch.bfloat16)""",
+transformer = {model}.from_pretrained("{repo}", subfolder="{folder}", dtype=torch.bfloat16)
+pipe = {pipeline}.from_pretrained("{base}"{revision}, {folder}=transformer, dtype=torch.bfloat16)""",
 }
 
 

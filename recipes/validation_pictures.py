@@ -63,7 +63,7 @@ def make_validation_pictures(accelerator: Accelerator, args, predict, flow, embe
         embeds: from `encode_prompts`.
     """
     vae = AutoencoderKL.from_pretrained(
-        args.pretrained_model_name_or_path, subfolder="vae", revision=args.revision, torch_dtype=torch.float32
+        args.pretrained_model_name_or_path, subfolder="vae", revision=args.revision, dtype=torch.float32
     ).requires_grad_(False)
     spatial = 2 ** (len(vae.config.block_out_channels) - 1)
     size = args.validation_resolution

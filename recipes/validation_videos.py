@@ -58,7 +58,7 @@ def encode_prompts(accelerator: Accelerator, args, text_tokens: int) -> list[tor
         if "transformer_2" in WanPipeline.load_config(args.pretrained_model_name_or_path, revision=args.revision):
             parts["transformer_2"] = None
         pipe = WanPipeline.from_pretrained(
-            args.pretrained_model_name_or_path, revision=args.revision, torch_dtype=torch.bfloat16, **parts
+            args.pretrained_model_name_or_path, revision=args.revision, dtype=torch.bfloat16, **parts
         ).to(accelerator.device)
         with torch.no_grad():
             return [
@@ -83,7 +83,7 @@ def make_validation_videos(accelerator: Accelerator, args, predict, flow, channe
         embeds: from `encode_prompts`.
     """
     vae = AutoencoderKLWan.from_pretrained(
-        args.pretrained_model_name_or_path, subfolder="vae", revision=args.revision, torch_dtype=torch.float32
+        args.pretrained_model_name_or_path, subfolder="vae", revision=args.revision, dtype=torch.float32
     ).requires_grad_(False)
     temporal, spatial = vae.config.scale_factor_temporal, vae.config.scale_factor_spatial
     size = args.validation_resolution

@@ -12,7 +12,7 @@ from peft import LoraConfig
 from adaptiveload_hf import patch_model
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
-model = WanTransformer3DModel.from_pretrained(sys.argv[1], subfolder="transformer", torch_dtype=torch.bfloat16)
+model = WanTransformer3DModel.from_pretrained(sys.argv[1], subfolder="transformer", dtype=torch.bfloat16)
 model.requires_grad_(False).to(device)
 model.add_adapter(LoraConfig(r=16, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
 print(patch_model(model))

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import sys
+import warnings
 from types import SimpleNamespace
 
 import prepare_dataset
@@ -31,7 +32,11 @@ def straight(setup):
     options = {"max_train_steps": 14, "checkpointing_steps": 2, "report_to": "tensorboard"}
     # Two prompts: tensorboard refuses lists among the hyperparameters.
     captions = ("--validation_prompt", "a cat", "a dog", "--validation_resolution", "5x32x48", "--guidance_scale", 2)
-    metrics = train_here(setup, run, *captions, "--validation_inference_steps", 2, "--validation_steps", 9, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*torch_dtype.* is deprecated")
+        metrics = train_here(
+            setup, run, *captions, "--validation_inference_steps", 2, "--validation_steps", 9, **options
+        )
     return SimpleNamespace(folder=run, metrics=metrics)
 
 
