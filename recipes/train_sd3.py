@@ -68,7 +68,7 @@ def parse_args(argv=None) -> argparse.Namespace:
         add_validation_arguments,
         add_hub_arguments,
     )
-    parser.set_defaults(lora_target_modules=LORA_TARGET_MODULES, validation_resolution="1x1024x1024")
+    parser.set_defaults(lora_target_modules=LORA_TARGET_MODULES)
     return parser.parse_args(argv)
 
 
@@ -137,7 +137,7 @@ def train(accelerator, args):
     if held_out is not None:
         validators.append(make_held_out_loss(accelerator, held_out, loader, flow, held_out_losses))
     if prompts is not None:
-        validators.append(make_validation_pictures(accelerator, args, predict, flow, prompts))
+        validators.append(make_validation_pictures(accelerator, args, predict, flow, prompts, loader.plan))
     if not run_steps(accelerator, args, model, loader, scheduler, run, total_steps, validators):
         return  # asked to stop; a checkpoint says where
     with others_wait(accelerator):

@@ -144,7 +144,7 @@ def train(accelerator, args):
         validators.append(make_held_out_loss(accelerator, held_out, loader, flow, held_out_losses))
     if prompts is not None:
         channels = transformer_config["out_channels"]
-        validators.append(make_validation_videos(accelerator, args, predict, flow, channels, prompts))
+        validators.append(make_validation_videos(accelerator, args, predict, flow, channels, prompts, loader.plan))
     if not run_steps(accelerator, args, model, loader, scheduler, run, total_steps, validators):
         return  # asked to stop; a checkpoint says where
     with others_wait(accelerator):

@@ -222,7 +222,7 @@ def add_validation_arguments(parser) -> None:
         default=500,
         help="optimizer steps between validations; there is one at the end too",
     )
-    add("--validation_resolution", type=shape, default="81x480x832", metavar="FxHxW",
-        help="size of the samples in frames and pixels")  # fmt: skip
+    add("--validation_resolution", type=shape, metavar="FxHxW",
+        help="size of the samples in frames and pixels (default: the largest bucket's)")  # fmt: skip
     add("--validation_inference_steps", type=at_least(1), default=30, help="denoising steps of a sample")
     add("--guidance_scale", type=float, default=5.0, help="guidance scale of the samples")

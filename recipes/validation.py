@@ -9,7 +9,9 @@ from accelerate.utils import send_to_device
 from diffusers import FlowMatchEulerDiscreteScheduler
 from flow_matching import FlowMatching
 
+from adaptiveload_hf import LatentShape
 from adaptiveload_hf.buckets.collate import collate_prepared
+from adaptiveload_hf.buckets.plan import BucketPlan
 from adaptiveload_hf.buckets.ranks import compare_ranks
 from adaptiveload_hf.buckets.shapes import dataset_fingerprint, read_shapes
 
@@ -66,6 +68,17 @@ def make_held_out_loss(accelerator: Accelerator, dataset, loader, flow: FlowMatc
         }
 
     return evaluate
+
+
+def latent_sizes(pixels: LatentShape | None, scale: tuple[int, int], plan: BucketPlan) -> tuple[int, int, int]:
+    """F, H, W of the latents to sample: those of `pixels`, or without it of the largest bucket that is trained on.
+
+    scale: frames and pixels that one latent stands for.
+    """
+    if pixels is None:
+        largest = max(plan.buckets, key=lambda bucket: bucket.tokens).shape
+        return largest.frames, largest.height, largest.width
+    return (pixels.frames - 1) // scale[0] + 1, pixels.height // scale[1], pixels.width // scale[1]
 
 
 @torch.no_grad()

@@ -12,9 +12,10 @@ from model_setup import load_model_config
 from PIL import Image
 from sd3_training import largest_side
 from shared_work import on_main
-from validation import sample_latents
+from validation import latent_sizes, sample_latents
 
 from adaptiveload_hf import UserError
+from adaptiveload_hf.buckets.plan import BucketPlan
 
 
 def check_validation(args, transformer_config: dict) -> None:
@@ -23,9 +24,10 @@ def check_validation(args, transformer_config: dict) -> None:
     Raises:
         UserError: --validation_resolution is no picture of this VAE and transformer.
     """
-    if not args.validation_prompt:
+    size = args.validation_resolution
+    if not args.validation_prompt or size is None:
         return
-    vae, size = load_model_config(AutoencoderKL, args, "vae"), args.validation_resolution
+    vae = load_model_config(AutoencoderKL, args, "vae")
     spatial = 2 ** (len(vae["block_out_channels"]) - 1)
     step, most = spatial * transformer_config["patch_size"], spatial * largest_side(transformer_config)
     if size.frames != 1 or any(side % step or side > most for side in (size.height, size.width)):
@@ -55,19 +57,19 @@ def encode_prompts(accelerator: Accelerator, args, text_tokens: int) -> list[dic
     return on_main(accelerator, encode_all)
 
 
-def make_validation_pictures(accelerator: Accelerator, args, predict, flow, embeds: list[dict]):
+def make_validation_pictures(accelerator: Accelerator, args, predict, flow, embeds: list[dict], plan: BucketPlan):
     """(step) -> {}: samples a picture for each caption and saves it as validation/step-<step>-<number>.png.
 
     Args:
         predict, flow: as in `sample_latents`.
         embeds: from `encode_prompts`.
+        plan: of the training; its largest bucket is the size of the pictures where none is given.
     """
     vae = AutoencoderKL.from_pretrained(
         args.pretrained_model_name_or_path, subfolder="vae", revision=args.revision, dtype=torch.float32
     ).requires_grad_(False)
     spatial = 2 ** (len(vae.config.block_out_channels) - 1)
-    size = args.validation_resolution
-    shape = (vae.config.latent_channels, 1, size.height // spatial, size.width // spatial)
+    shape = (vae.config.latent_channels, *latent_sizes(args.validation_resolution, (1, spatial), plan))
     captions = [{name: tensor.to(accelerator.device) for name, tensor in embed.items()} for embed in embeds]
 
     def make(step: int) -> dict:

@@ -12,10 +12,11 @@ from make_demo_clips import write_clip
 from model_setup import load_model_config
 from PIL import Image
 from shared_work import on_main
-from validation import sample_latents
+from validation import latent_sizes, sample_latents
 from wan_training import WanVariant, needs_image
 
 from adaptiveload_hf import UserError
+from adaptiveload_hf.buckets.plan import BucketPlan
 
 
 def check_validation(args, variant: WanVariant, transformer_config: dict) -> None:
@@ -38,7 +39,7 @@ def check_validation(args, variant: WanVariant, transformer_config: dict) -> Non
         )
     vae, size = load_model_config(AutoencoderKLWan, args, "vae"), args.validation_resolution
     temporal, spatial = vae["scale_factor_temporal"], 2 * vae["scale_factor_spatial"]
-    if (size.frames - 1) % temporal or size.height % spatial or size.width % spatial:
+    if size is not None and ((size.frames - 1) % temporal or size.height % spatial or size.width % spatial):
         raise UserError(
             f"--validation_resolution needs {temporal}n+1 frames and multiples of {spatial} pixels, but it is {size}."
         )
@@ -74,20 +75,22 @@ def encode_prompts(accelerator: Accelerator, args, text_tokens: int) -> list[tor
     return on_main(accelerator, encode)
 
 
-def make_validation_videos(accelerator: Accelerator, args, predict, flow, channels: int, embeds: list[torch.Tensor]):
+def make_validation_videos(
+    accelerator: Accelerator, args, predict, flow, channels: int, embeds: list[torch.Tensor], plan: BucketPlan
+):
     """(step) -> {}: samples a clip for each caption and saves it as validation/step-<step>-<number>.mp4.
 
     Args:
         predict, flow: as in `sample_latents`.
         channels: of the latent.
         embeds: from `encode_prompts`.
+        plan: of the training; its largest bucket is the size of the clips where none is given.
     """
     vae = AutoencoderKLWan.from_pretrained(
         args.pretrained_model_name_or_path, subfolder="vae", revision=args.revision, dtype=torch.float32
     ).requires_grad_(False)
-    temporal, spatial = vae.config.scale_factor_temporal, vae.config.scale_factor_spatial
-    size = args.validation_resolution
-    shape = (channels, (size.frames - 1) // temporal + 1, size.height // spatial, size.width // spatial)
+    scale = (vae.config.scale_factor_temporal, vae.config.scale_factor_spatial)
+    shape = (channels, *latent_sizes(args.validation_resolution, scale, plan))
     captions = [{"prompt_embeds": embed.to(accelerator.device)} for embed in embeds]
 
     def make(step: int) -> dict:
