@@ -214,9 +214,15 @@ def read_shapes(dataset: Any) -> BucketIndex:
 
 def _read_column(dataset, name: str):
     """One column as a pyarrow.ChunkedArray, in the order in which shuffle, select and filter left the rows."""
+    import pyarrow
+
     column = dataset.data.column(name)
     # `dataset[:]` gathers a shuffled column row by row, 8 s for a million rows; there is no public way to the order.
-    return column if dataset._indices is None else column.take(dataset._indices.column(0))
+    if dataset._indices is None:
+        return column
+    if pyarrow.types.is_string(column.type):  # which could not hold more than 2 GiB of names in one piece
+        column = column.cast(pyarrow.large_string())
+    return column.take(dataset._indices.column(0))
 
 
 def shape_counts(index: BucketIndex, repeats: np.ndarray | None = None) -> dict[LatentShape, int]:

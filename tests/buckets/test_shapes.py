@@ -133,7 +133,7 @@ def test_an_empty_dataset_is_refused():
 
 
 def test_a_million_sizes_group_like_numpy_rows():
-    sizes = np.random.default_rng(0).integers(1, 9, (20_000, 3))
+    sizes = np.random.default_rng(0).integers(1, 9, ((1 << 20) + 9, 3))
     index = index_shapes(sizes)
     back = np.array([[s.frames, s.height, s.width] for s in index.shapes])[index.bucket_of_sample]
     assert (back == sizes).all()
@@ -184,3 +184,14 @@ def test_the_fingerprint_of_many_files_holds_few_names_at_once():
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < samples * 70 / 2  # bytes of half of the names
+
+
+@pytest.mark.slow
+def test_a_shuffled_dataset_may_have_more_than_two_gib_of_file_names():
+    """In one piece of memory, as Arrow gathers them."""
+    files = pyarrow.array([f"{number:01000d}" for number in range(1000)])
+    many = pyarrow.table({"file": pyarrow.chunked_array([files] * 2200)})
+    samples = datasets.Dataset(many, fingerprint="many").select([2_199_999, 1])
+    few = datasets.Dataset(pyarrow.table({"file": [f"{number:01000d}" for number in (999, 1)]}))
+    index = index_shapes(np.ones((2, 3), dtype=np.int64))
+    assert dataset_fingerprint(samples, index) == dataset_fingerprint(few, index)
