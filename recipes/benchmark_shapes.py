@@ -376,9 +376,9 @@ def show(args, config: BucketConfig):
             + (" (used)" if candidate.model == fit.model else "")
         )
     print("the paper's law: " + ", ".join(f"{name} = {value:.4g}" for name, value in fit.power_law.parameters.items()))
-    for words in (*find_outliers(fit), *describe_measurements(config.measurements)):
-        print(words, file=sys.stderr)
     environment = config.environment
+    for words in (*find_outliers(fit), *describe_measurements(config.measurements, freed_gradients_gib(environment))):
+        print(words, file=sys.stderr)
     source = {"shapes": args.shapes} if args.dataset is None else {"dataset": Path(args.dataset)}
     options = {**source, "memory_limit_gib": args.memory_limit_gib}
     ranks, accumulation = environment["world_size"], environment["gradient_accumulation_steps"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ _ABOVE_FLOOR = 1.5
 _LEAST_STRAY = 0.1
 _FRAGMENTED = 1.1  # held over used, at large steps; plans keep 10% of the GPU free for it
 _MOST_GROUPS = 8  # of an outer shape's points, that are left out one after the other
+_ALIKE = 1.25  # times the least error on shapes left out, which is a median and misses the few steps on the floor
 SURE_POINTS = 9  # over two for each part of a law: floor, fixed, linear and quadratic
 
 
@@ -65,7 +67,8 @@ def fit_cost_model(measurements: Sequence[Measurement], kinds: str | Sequence[st
     """Fits seconds(B, S) and chooses the form that best predicts shapes it has not seen.
 
     Minimises the robust (Cauchy) loss of predicted / measured - 1 with non-negative parameters. The form with the
-    smallest error on shapes left out wins. Deterministic, and independent of the order of the measurements.
+    smallest error on shapes left out wins, or one within a quarter of it whose largest error on all steps is below
+    half of its. Deterministic, and independent of the order of the measurements.
 
     Args:
         measurements: timed points; those marked `oom` are left out.
@@ -120,8 +123,11 @@ def fit_steps(
         unseen = [[_unseen_errors(kind, steps, out) for out in groups] for groups in left_out]
         unseen_error = float(np.mean([np.median(np.concatenate(found)) for found in unseen]))
         candidates[kind] = CandidateFit(model, float(np.median(errors)), float(errors.max()), unseen_error)
-    best = min(kinds, key=lambda kind: candidates[kind].leave_one_out_error)
-    return CostFit(candidates[best].model, candidates, candidates[PowerLaw.kind].model, steps)
+    best = min((candidates[kind] for kind in kinds), key=lambda fit: fit.leave_one_out_error)
+    alike = [fit for fit in map(candidates.get, kinds) if fit.leave_one_out_error <= _ALIKE * best.leave_one_out_error]
+    surest = min(alike, key=lambda fit: fit.max_error)
+    best = surest if surest.max_error < best.max_error / 2 else best
+    return CostFit(best.model, candidates, candidates[PowerLaw.kind].model, steps)
 
 
 def _unseen_errors(kind: str, steps: TimedSteps, out: np.ndarray) -> np.ndarray:
@@ -176,14 +182,17 @@ def find_outliers(fit: CostFit) -> list[Outlier]:
     return [Outlier(fit.steps.names[i], float(fit.steps.seconds[i]), float(predicted[i])) for i in worst]
 
 
-def describe_measurements(measurements: Sequence[Measurement]) -> list[str]:
+def describe_measurements(measurements: Sequence[Measurement], freed_gib: float = 0.0) -> list[str]:
     """What a user should know of measurements that can be fitted, one sentence each.
 
     Repeats that disagree in memory, points that ran out of memory below one that fitted, memory lost to fragmentation,
     parts of the cost that the points leave to the form of the law, and a slope of memory that they do
     not tell, with the point to add; and fewer points than SURE_POINTS.
+
+    freed_gib: as in `fit_memory_model`.
     """
-    parts = (_repeats, _contradictions, _fragmentation, _weak_parts, _unknown_slope, _few_points)
+    slope = functools.partial(_unknown_slope, freed_gib=freed_gib)
+    parts = (_repeats, _contradictions, _fragmentation, _weak_parts, slope, _few_points)
     return [sentence for part in parts for sentence in part(measurements)]
 
 
@@ -241,18 +250,19 @@ def _weak_parts(measurements):
     return found
 
 
-def _unknown_slope(measurements):
+def _unknown_slope(measurements, freed_gib):
     peaks = list(filter(has_peak, measurements))
     if len({m.batch_size * m.tokens for m in peaks}) < 2:
         return []
-    memory = fit_memory_model(measurements)
+    memory = fit_memory_model(measurements, freed_gib=freed_gib)
     if memory.known_tokens is None:
         return []
     shortest = min(peaks, key=lambda m: m.tokens)
     highest = max(m.peak_gib for m in peaks)
-    rise = "No point rises" if highest <= ON_FLOOR * memory.floor_gib else "Too few points rise"
+    floor = memory.floor_gib + memory.floor_gib_per_token * memory.known_tokens
+    rise = "No point rises" if highest <= ON_FLOOR * floor else "Too few points rise"
     return [
-        f"{rise} above the floor of {memory.floor_gib:.1f} GiB, so how memory grows beyond B*S = "
+        f"{rise} above the floor of {floor:.1f} GiB, so how memory grows beyond B*S = "
         f"{memory.known_tokens} is not known; plans take it as proportional to B*S, the most it can be. Add "
         f"{shortest.shape} at batch size {math.ceil(KNOWN_SPAN * memory.known_tokens / shortest.tokens)}."
     ]

@@ -45,6 +45,7 @@ def fit(
     """
     from ..buckets.fit import describe_measurements
     from ..config import BucketConfig
+    from ..environment import freed_gradients_gib
 
     if (measurements is None) == (from_log is None):
         raise typer.BadParameter("give either MEASUREMENTS or --from-log LOG")
@@ -58,7 +59,8 @@ def fit(
         setup["environment"] = {**setup["environment"], **ranks}
     config = BucketConfig.from_measurements(measured, fit=fitted, geometry=geometry, **setup)
     config.save_pretrained(output)
-    _print_fit(config, fitted, describe_measurements(measured) if from_log is None else [], as_json)
+    freed_gib = freed_gradients_gib(config.environment)
+    _print_fit(config, fitted, describe_measurements(measured, freed_gib) if from_log is None else [], as_json)
     kind = "measurements" if from_log is None else "optimizer steps"
     say(f"{len(fitted.steps.names)} {kind} fitted; the bucket config is in {output}")
     say_next_plan(str(output), config.environment)

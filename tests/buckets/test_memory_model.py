@@ -70,6 +70,15 @@ def test_points_of_at_most_42_gib_tell_real_peaks_of_52_to_94_where_the_floor_ri
     assert memory.floor_gib - memory.base_gib == pytest.approx(GRADIENTS_GIB, rel=0.05)
 
 
+def test_the_largest_planned_micro_batch_was_predicted_from_points_of_a_third_of_its_memory():
+    measured, problems = read_measurements(ROOT / "recipes" / "results" / "wan21_1.3b_benchmark.jsonl")
+    assert not problems and len(measured) == 12
+    *points, largest = measured
+    memory = fit_memory_model(points, gpu_memory_gib=139.8, freed_gib=GRADIENTS_GIB)
+    assert predict(memory, largest) == pytest.approx(125.16, abs=0.01) and largest.peak_gib > 125.8
+    assert int(memory.max_tokens(125.8, 32760)) // 32760 == 18
+
+
 def test_a_floor_that_rises_is_not_taken_for_the_line_of_larger_micro_batches(fused):
     """At all these points a step's end is the peak. One line fits them well, and is too low beyond."""
     small = [m for m in fused if m.peak_gib < 25]
