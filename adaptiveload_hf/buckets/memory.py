@@ -148,7 +148,8 @@ def _divide(peaks: _Peaks, failed: _Peaks, on_floor: int) -> _Law:
     left = np.concatenate([floor, line, cover, order])
     excess = np.concatenate([above, above, np.zeros((len(cover) + 2, count))])
     right = np.concatenate([peaks.gib, peaks.gib, -peaks.gib, -failed.gib, [0, 0]])
-    bounds = [(0, None)] * 4 + [(0, None if by_sample else 0)] + [(0, None)] * count
+    lowest = (float(peaks.gib.min()), None)  # nothing less was seen, so nor is expected at fewer tokens
+    bounds = [lowest] + [(0, None)] * 3 + [(0, None if by_sample else 0)] + [(0, None)] * count
     found = linprog(
         np.concatenate([np.zeros(5), np.ones(count)]), A_ub=np.hstack([left, excess]), b_ub=right, bounds=bounds
     ).x

@@ -119,7 +119,7 @@ def test_of_two_lines_the_known_one_is_that_of_larger_micro_batches(floor, gradi
         assert predict(memory, m) >= UNSEEN * m.peak_gib
     for times in (2, 4):
         batch = -(-times * largest // 1560)
-        assert memory.gib(batch, 1560) >= 0.9 * gib(batch, 1560)
+        assert memory.gib(batch, 1560) >= 0.85 * gib(batch, 1560), "up to half of the gradients are missed"
 
 
 def test_what_a_sample_takes_beside_its_tokens_is_told_from_them():
