@@ -37,6 +37,20 @@ def make_loader(
     return loader, args.max_train_steps or loader.global_step_after(args.num_train_epochs)
 
 
+def check_columns(dataset, names: list[str]) -> None:
+    """Refuses a dataset that lacks any of these columns, such as one of pictures and captions.
+
+    Raises:
+        UserError: naming the columns that are missing and those that are there.
+    """
+    missing = [name for name in names if name not in dataset.column_names]
+    if missing:
+        raise UserError(
+            f"the dataset has no column {' and no '.join(missing)}, but {', '.join(dataset.column_names)}. "
+            "Prepare one with recipes/prepare_dataset.py and this pipeline."
+        )
+
+
 def check_widths(transformer_config: dict, *widths: tuple[int, str, str]) -> None:
     """Refuses a dataset that was prepared for another transformer.
 
@@ -60,10 +74,11 @@ def parse_repeats(words: list[str] | None, dataset) -> np.ndarray | None:
     The last pattern that fits a sample's `file` counts, and without any it occurs once.
 
     Raises:
-        UserError: a word of another form, or a pattern that fits no file.
+        UserError: a word of another form, a pattern that fits no file, or a dataset without their names.
     """
     if words is None:
         return None
+    check_columns(dataset, ["file"])
     files = dataset.select_columns(["file"])["file"]
     repeats = np.ones(len(files))
     for word in words:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import pyarrow.compute
 import torch
 from accelerate import Accelerator
-from data_setup import check_widths
+from data_setup import check_columns, check_widths
 from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 from model_setup import load_index
 
@@ -63,15 +63,11 @@ def check_dataset(dataset, transformer_config: dict) -> None:
     """Refuses what this transformer cannot take.
 
     Raises:
-        UserError: clips, pictures beyond its table of positions, latents or embeddings of another width, no pooled
-            embeddings, or latents that are not normalised.
+        UserError: clips, pictures beyond its table of positions, latents or embeddings of another width or missing,
+            or latents that are not normalised.
     """
-    if "pooled_prompt_embeds_shape" not in dataset.column_names:
-        raise UserError(
-            "SD3 takes pooled caption embeddings too, but the dataset has no pooled_prompt_embeds_shape. Prepare it "
-            "with this pipeline."
-        )
     columns = ["latent_shape", "prompt_embeds_shape", "pooled_prompt_embeds_shape"]
+    check_columns(dataset, [*columns, "latent_normalized"])
     row = dataset.select_columns(columns)[0]
     check_widths(
         transformer_config,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pyarrow.compute
 import torch
 from accelerate import Accelerator
-from data_setup import check_widths
+from data_setup import check_columns, check_widths
 from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
 from model_setup import load_index, load_part
 from wrapped_model import unwrapped
@@ -75,8 +75,9 @@ def check_dataset(dataset, transformer_config: dict) -> None:
     """Refuses latents or captions of another width than the transformer's, or without the image it needs.
 
     Raises:
-        UserError: naming both widths, or the column.
+        UserError: naming both widths, or the columns that are missing.
     """
+    check_columns(dataset, ["latent_shape", "latent_normalized", "prompt_embeds_shape"])
     row = dataset.select_columns(["latent_shape", "prompt_embeds_shape"])[0]
     image = needs_image(transformer_config)
     check_widths(

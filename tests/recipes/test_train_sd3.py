@@ -168,7 +168,7 @@ def test_what_sd3_cannot_take_is_refused(setup, tmp_path):
     def saved(name, shape, **changed):
         return load_prepared(save_prepared(tmp_path / name, {shape: 1}, text_shape=TEXT, **changed))
 
-    with pytest.raises(UserError, match="has no pooled_prompt_embeds_shape"):
+    with pytest.raises(UserError, match=r"has no column pooled_prompt_embeds_shape, but .* Prepare one with"):
         check_dataset(saved("without", "1x4x4"), config)
     with pytest.raises(UserError, match="SD3 makes pictures, but the dataset holds clips of 2x4x4"):
         check_dataset(saved("clips", "2x4x4", pooled=POOLED), config)

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from data_setup import parse_repeats
 from datasets import load_from_disk
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from flow_matching import FlowMatching
@@ -172,6 +173,15 @@ def test_latents_captions_and_images_that_do_not_fit_are_refused(small_pipeline,
         check_dataset(dataset, {**config, "text_dim": 4096})
     with pytest.raises(UserError, match=r"has no image_latent_shape and no image_embeds_shape"):
         check_dataset(dataset, {**config, "in_channels": 36, "image_dim": 1280})
+
+
+def test_a_dataset_without_the_columns_of_a_prepared_one_is_refused_with_those_it_has(small_pipeline, dataset):
+    config = load_model_config(MODEL_CLASS, parse(small_pipeline))
+    said = r"has no column latent_normalized and no prompt_embeds_shape, but .*caption, file\. Prepare one with"
+    with pytest.raises(UserError, match=said):
+        check_dataset(dataset.remove_columns(["latent_normalized", "prompt_embeds_shape"]), config)
+    with pytest.raises(UserError, match="the dataset has no column file, but latent, "):
+        parse_repeats(["*=2"], dataset.remove_columns(["file"]))
 
 
 def test_latents_that_are_not_normalised_take_the_statistics_of_the_vae(small_pipeline, dataset, tmp_path):
