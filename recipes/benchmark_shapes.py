@@ -28,7 +28,7 @@ from model_setup import (
 )
 from publishing import find_repository
 from random_batches import column_sizes, make_random_batches
-from training_arguments import add_flow_arguments, add_model_arguments
+from training_arguments import add_flow_arguments, add_model_arguments, compare_arguments
 from training_loop import run_micro_step
 
 from adaptiveload_hf import BucketConfig, LatentShape, TokenGeometry, UserError, fit_cost_model, make_accelerator
@@ -88,6 +88,7 @@ def main():
         gradient_accumulation_steps=args.gradient_accumulation_steps, mixed_precision=args.mixed_precision
     )
     with all_ranks_fail_together(accelerator), options_as_flags(vars(args)):
+        compare_arguments(args)
         output_dir = Path(args.output_dir)
         if args.config is not None:
             use_config_alone(accelerator, args, output_dir / "pipeline")
@@ -136,7 +137,6 @@ class Setup(NamedTuple):
     """What is measured or trained. sizes: of `column_sizes`; model, environment: those of a bucket config."""
 
     family: Any
-    transformer_config: dict
     sizes: dict
     geometry: TokenGeometry
     model: dict
@@ -147,19 +147,22 @@ def find_setup(accelerator, args, dataset) -> Setup:
     """From the pipeline's configuration and the dataset, if there is one. A collective.
 
     Raises:
-        UserError: ranks have read different configurations, as machines with pipelines of their own may.
+        UserError: a dataset of another model, or ranks that have read different configurations, as machines with
+            pipelines of their own may.
     """
     family = family_of(args)
     variant = family.choose_variant(args)
     transformer_config = load_model_config(family.MODEL_CLASS, args, variant.subfolder)
     facts = {f"transformer's {name}": value for name, value in transformer_config.items()}
     compare_ranks({"pipeline's variant": variant, **facts})
+    if dataset is not None:
+        family.check_dataset(dataset, transformer_config)
     sizes = column_sizes(dataset, transformer_config)
     geometry = family.geometry(transformer_config, sizes["prompt_embeds"][0])
     model, environment = describe_run(accelerator, args, family.MODEL_CLASS, transformer_config)
     model |= {"patch_size": list(geometry.patch_size), "text_tokens": geometry.text_tokens}
     model |= {"vae_scale": list(vae_scale_of_channels(sizes["latent"][0]))}
-    return Setup(family, transformer_config, sizes, geometry, model, environment)
+    return Setup(family, sizes, geometry, model, environment)
 
 
 def benchmark(accelerator, args, dataset, counts, output_dir: Path, max_points=12, points=()) -> BucketConfig:
@@ -178,10 +181,8 @@ def benchmark(accelerator, args, dataset, counts, output_dir: Path, max_points=1
     """
     set_seed(args.seed)  # the same on all ranks: FSDP2 shards what each rank holds and broadcasts nothing
     refuse_unsafe_sharding(accelerator, args.gradient_checkpointing, args.rank is not None)
-    family, transformer_config, sizes, geometry, model_facts, environment = find_setup(accelerator, args, dataset)
+    family, sizes, geometry, model_facts, environment = find_setup(accelerator, args, dataset)
     args.lora_target_modules = args.lora_target_modules or family.LORA_TARGET_MODULES
-    if dataset is not None:
-        family.check_dataset(dataset, transformer_config)
     check_options(accelerator, args, counts, geometry)
     if accelerator.is_main_process:
         keep_one_setup(output_dir, {"model": model_facts, "environment": environment})

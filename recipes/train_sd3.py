@@ -135,7 +135,8 @@ def train(accelerator, args):
         try_buckets(accelerator, args, environment, sizes, run, loader.plan, model, optimizer, scheduler)
     validators = []
     if held_out is not None:
-        validators.append(make_held_out_loss(accelerator, held_out, loader, flow, held_out_losses))
+        geometry = bucket_config.geometry
+        validators.append(make_held_out_loss(accelerator, held_out, loader, geometry, flow, held_out_losses))
     if prompts is not None:
         validators.append(make_validation_pictures(accelerator, args, predict, flow, prompts, loader.plan))
     if not run_steps(accelerator, args, model, loader, scheduler, run, total_steps, validators):

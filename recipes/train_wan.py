@@ -141,7 +141,8 @@ def train(accelerator, args):
         try_buckets(accelerator, args, environment, sizes, run, loader.plan, model, optimizer, scheduler)
     validators = []
     if held_out is not None:
-        validators.append(make_held_out_loss(accelerator, held_out, loader, flow, held_out_losses))
+        geometry = bucket_config.geometry
+        validators.append(make_held_out_loss(accelerator, held_out, loader, geometry, flow, held_out_losses))
     if prompts is not None:
         channels = transformer_config["out_channels"]
         validators.append(make_validation_videos(accelerator, args, predict, flow, channels, prompts, loader.plan))

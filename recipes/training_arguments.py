@@ -86,16 +86,21 @@ def check_arguments(args, lora_target_modules: list[str]) -> None:
             f"--report_to {args.report_to}: it is not installed; here are {', '.join(trackers) or 'no trackers'}. "
             f"`pip install {args.report_to}`, or choose another or none (metrics.jsonl is written always)."
         )
+    compare_arguments(args)
+
+
+def compare_arguments(args) -> None:
+    """Refuses ranks that were started with other arguments, and would wait for each other somewhere. A collective.
+
+    Raises:
+        UserError: naming the argument and both values.
+    """
     # A machine may have its own copies of these; what is in them is compared where it counts.
-    own = {
-        "pretrained_model_name_or_path",
-        "dataset",
-        "validation_dataset",
-        "bucket_config",
-        "output_dir",
-        "hub_token",
-    }
-    compare_ranks({f"--{name}": value for name, value in vars(args).items() if name not in own})
+    own = {"pretrained_model_name_or_path", "dataset", "validation_dataset", "bucket_config", "output_dir"}
+    own |= {"config", "shapes"}  # of benchmark_shapes.py
+    given = {name: "given" for name in own & vars(args).keys() if getattr(args, name) not in (None, "auto")}
+    found = {**vars(args), **given, "hub_token": None}  # which the main process alone needs, and nobody should read
+    compare_ranks({f"--{name}": value for name, value in found.items()})
 
 
 def add_model_arguments(parser, required: bool = True) -> None:

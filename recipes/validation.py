@@ -9,14 +9,14 @@ from accelerate.utils import send_to_device
 from diffusers import FlowMatchEulerDiscreteScheduler
 from flow_matching import FlowMatching
 
-from adaptiveload_hf import LatentShape
+from adaptiveload_hf import LatentShape, TokenGeometry
 from adaptiveload_hf.buckets.collate import collate_prepared
 from adaptiveload_hf.buckets.plan import BucketPlan
 from adaptiveload_hf.buckets.ranks import compare_ranks
 from adaptiveload_hf.buckets.shapes import dataset_fingerprint, read_shapes
 
 
-def make_held_out_loss(accelerator: Accelerator, dataset, loader, flow: FlowMatching, losses):
+def make_held_out_loss(accelerator: Accelerator, dataset, loader, geometry: TokenGeometry, flow: FlowMatching, losses):
     """(step) -> the loss of held-out samples, with noise and timesteps that are the same at every step of every run.
 
     All ranks must call it together, and all do equally many forwards. It draws nothing from a global generator, so
@@ -25,6 +25,7 @@ def make_held_out_loss(accelerator: Accelerator, dataset, loader, flow: FlowMatc
     Args:
         dataset: prepared, like the training's.
         loader: its plan's batch sizes are used, 1 for shapes it does not know.
+        geometry: of the training: shape to tokens, by which a sample weighs.
         flow: of the training; its seed is not used.
         losses: (flow, batch) -> loss of each sample, [B].
 
@@ -47,6 +48,7 @@ def make_held_out_loss(accelerator: Accelerator, dataset, loader, flow: FlowMatc
     # Under FSDP every forward is a meeting of all ranks: those that have none left repeat their first, uncounted.
     rounds = -(-len(micro_batches) // world_size)
     fixed = replace(flow, seed="held out")
+    tokens = torch.tensor([geometry.tokens(shape) for shape in index.shapes])
 
     @torch.no_grad()
     def evaluate(step: int) -> dict:
@@ -61,9 +63,8 @@ def make_held_out_loss(accelerator: Accelerator, dataset, loader, flow: FlowMatc
                 sums[bucket] += torch.tensor([float(each.sum()), len(members)], dtype=torch.float64)
         sums = accelerator.reduce(sums.to(accelerator.device), "sum").cpu()
         means = (sums[:, 0] / sums[:, 1]).tolist()
-        volumes = torch.tensor([shape.frames * shape.height * shape.width for shape in index.shapes])
         return {
-            "validation_loss": float((sums[:, 0] * volumes).sum() / (sums[:, 1] * volumes).sum()),
+            "validation_loss": float((sums[:, 0] * tokens).sum() / (sums[:, 1] * tokens).sum()),
             "validation_loss_by_shape": {str(shape): mean for shape, mean in zip(index.shapes, means)},
         }
 

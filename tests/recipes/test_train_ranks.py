@@ -19,6 +19,7 @@ from support.prepared import save_prepared
 from support.train_ranks import (
     COUNTS,
     arguments,
+    difference_of_arguments,
     held_out_loss,
     metrics_of,
     timeless,
@@ -130,6 +131,23 @@ def test_ranks_that_were_started_with_other_arguments_are_told_which(setup, tmp_
         "the --adam_epsilon of rank 1 is 0.1 and that of rank 0 is 1.0. Start all ranks"
         in (tmp_path / "0").read_text()
     )
+
+
+@pytest.mark.parametrize(
+    ("rank_0", "rank_1", "said"),
+    [
+        ("--validation_dataset v", "", "the --validation_dataset of rank 1 is None and that of rank 0 is given."),
+        (
+            "--bucket_config auto",
+            "--bucket_config c",
+            "the --bucket_config of rank 1 is given and that of rank 0 is",
+        ),
+        ("--dataset a --hub_token t", "--dataset b", None),  # copies of their own; who uploads is the main process
+    ],
+)
+def test_each_rank_may_have_copies_of_its_own_but_not_leave_one_out(rank_0, rank_1, said):
+    for found in on_ranks(2, difference_of_arguments, [rank_0, rank_1]):
+        assert found is None if said is None else said in found
 
 
 def test_ranks_that_read_different_weights_are_named_before_they_are_sharded_into_one_model(setup, tmp_path):
@@ -247,6 +265,8 @@ def test_ranks_wait_for_what_the_main_process_does_alone_longer_than_a_collectiv
 
 def test_held_out_samples_count_once_by_their_tokens_also_where_ranks_have_none_left(tmp_path):
     folder = save_prepared(tmp_path, {"1x4x4": 5, "2x4x8": 2})
-    weights = [1] * 5 + [4] * 2
-    expected = sum(sample * weight for sample, weight in enumerate(weights)) / sum(weights)
-    assert on_ranks(2, held_out_loss, str(folder)) == [pytest.approx(expected)] * 2  # five micro-batches
+    for text_tokens in (0, 12):  # none as in Wan, and as in SD3
+        weights = [4 + text_tokens] * 5 + [16 + text_tokens] * 2
+        expected = sum(sample * weight for sample, weight in enumerate(weights)) / sum(weights)
+        found = on_ranks(2, held_out_loss, str(folder), text_tokens)  # five micro-batches
+        assert found == [pytest.approx(expected)] * 2

@@ -111,14 +111,32 @@ def look_through_own(folder: str) -> str:
         return str(error)
 
 
-def held_out_loss(folder: str) -> float:
-    """The validation loss of the samples in a folder where each sample's loss is its index."""
+def difference_of_arguments(words: list[str]) -> str | None:
+    """What a trainer says to the arguments, of which each rank has its own; None: they go together."""
+    sys.path.insert(0, str(RECIPES))
+    from accelerate import Accelerator
+    from support.recipe_arguments import parse
+    from training_arguments import compare_arguments
+
+    from adaptiveload_hf import UserError
+
+    try:
+        compare_arguments(parse("P", *words[Accelerator().process_index].split()))
+    except UserError as error:
+        return str(error)
+
+
+def held_out_loss(folder: str, text_tokens: int = 0) -> float:
+    """The validation loss of the samples in a folder where each sample's loss is its index.
+
+    text_tokens: that join the attention.
+    """
     sys.path.insert(0, str(RECIPES))
     from accelerate import Accelerator
     from flow_matching import FlowMatching
     from validation import make_held_out_loss
 
-    from adaptiveload_hf import load_prepared
+    from adaptiveload_hf import TokenGeometry, load_prepared
 
     bucket = SimpleNamespace(shape="1x4x4", batch_size=2)
     loader = SimpleNamespace(plan=SimpleNamespace(buckets=[bucket]))
@@ -127,7 +145,8 @@ def held_out_loss(folder: str) -> float:
     def losses(flow, batch):
         return batch["sample_index"].float()
 
-    return make_held_out_loss(Accelerator(), load_prepared(folder), loader, flow, losses)(1)["validation_loss"]
+    dataset, geometry = load_prepared(folder), TokenGeometry((1, 2, 2), text_tokens)
+    return make_held_out_loss(Accelerator(), dataset, loader, geometry, flow, losses)(1)["validation_loss"]
 
 
 def metrics_of(run) -> list[dict]:
