@@ -22,16 +22,8 @@ _PLACE = ("path", "offset", "size", "text_path", "text_offset", "text_size")
 COLUMNS = ("file", "latent_shape", "caption", "prompt_rows", *_PLACE, "json")
 
 
-@dataclass(frozen=True)
-class Place:
-    """A sample before its tensors are read: the values of COLUMNS, and the kind of tensors it has."""
-
-    values: dict
-    kind: str
-
-
-def make_place(file: str, latent: StoredTensor, others: dict[str, StoredTensor], **values) -> Place:
-    """A sample called `file`, whose further `values` fill COLUMNS."""
+def make_place(file: str, latent: StoredTensor, others: dict[str, StoredTensor], **values) -> dict:
+    """A sample called `file` before its tensors are read: COLUMNS, filled by `values`, and the `kind` of tensors."""
     prompt = others.get("prompt_embeds")
     kinds = [f"latent of {latent.shape[0]} channels {latent.dtype}"]
     for name, tensor in sorted(others.items()):
@@ -39,37 +31,42 @@ def make_place(file: str, latent: StoredTensor, others: dict[str, StoredTensor],
         kinds.append(f"{name} {width}{tensor.dtype}")
     row = dict.fromkeys(COLUMNS) | {"file": file, "latent_shape": list(latent.shape), "caption": "", "offset": 0}
     row["prompt_rows"] = None if prompt is None else prompt.shape[0]
-    return Place(row | values, ", ".join(kinds))
+    return row | values | {"kind": ", ".join(kinds)}
 
 
-def keep_one_kind(places: list[Place], problems: list[str]) -> list[Place]:
-    """The samples whose tensors are of the most frequent kind, or that with captions' embeddings if any have them.
-
-    The others become problems, since they could not share a micro-batch: another number of channels or dtype, or no
-    embedding.
-    """
-    counts = Counter(place.kind for place in places)
-    if len(counts) < 2:
-        return places
-    with_text = {p.kind for p in places if p.values["text_path"] or p.values["prompt_rows"] is not None}
-    wanted = max(counts, key=lambda kind: (kind in with_text, counts[kind]))
-    problems += [
-        f"{place.values['file']}: has {place.kind}; not used with the {counts[wanted]} that have {wanted}"
-        for place in places
-        if place.kind != wanted
-    ]
-    return [place for place in places if place.kind == wanted]
-
-
-def make_table(places: list[Place]):
-    """A pyarrow.Table with COLUMNS."""
+def make_table(places: list[dict]):
+    """A pyarrow.Table of what `make_place` gives. It takes a quarter of their memory."""
     import pyarrow
 
     text, number = pyarrow.string(), pyarrow.int64()
     place = (text, number, number) * 2
-    kinds = (text, pyarrow.list_(pyarrow.int32()), text, pyarrow.int32(), *place, text)
-    schema = pyarrow.schema(list(zip(COLUMNS, kinds)))
-    return pyarrow.Table.from_pylist([place.values for place in places], schema=schema)
+    kinds = (text, pyarrow.list_(pyarrow.int32()), text, pyarrow.int32(), *place, text, text)
+    schema = pyarrow.schema(list(zip((*COLUMNS, "kind"), kinds)))
+    return pyarrow.Table.from_pylist(places, schema=schema)
+
+
+def keep_one_kind(table, problems: list[str]):
+    """COLUMNS of the samples of a `make_table` whose tensors are of the most frequent kind, or that with captions'
+    embeddings if any have them.
+
+    The others become problems, since they could not share a micro-batch: another number of channels or dtype, or no
+    embedding.
+    """
+    from pyarrow import compute
+
+    kinds = table.column("kind")
+    counts = {count["values"]: count["counts"] for count in kinds.value_counts().to_pylist()}
+    if len(counts) > 1:
+        has_text = compute.or_(*(compute.is_valid(table.column(name)) for name in ("text_path", "prompt_rows")))
+        with_text = set(kinds.filter(has_text).to_pylist())
+        wanted = max(counts, key=lambda kind: (kind in with_text, counts[kind]))
+        is_wanted = compute.equal(kinds, wanted)
+        problems += [
+            f"{other['file']}: has {other['kind']}; not used with the {counts[wanted]} that have {wanted}"
+            for other in table.filter(compute.invert(is_wanted)).select(["file", "kind"]).to_pylist()
+        ]
+        table = table.filter(is_wanted)
+    return table.select(COLUMNS)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import UserError
 from .latent_files import StoredTensor, is_passed_over, load_pt_latent, name_tensors, name_text_tensors, read_header
-from .sample_rows import COLUMNS, Place, ReadSamples, keep_one_kind, make_place, make_table
+from .sample_rows import COLUMNS, ReadSamples, keep_one_kind, make_place, make_table
 from .tar_index import open_index
 
 if TYPE_CHECKING:
@@ -112,13 +112,13 @@ def load_latent_folder(
         if name.endswith((".safetensors", ".pt")) and not name.startswith(".")
     )
     places, varlen = _find_samples(root, names, problems)
-    places = keep_one_kind(places, problems)
-    if not places:
+    table = keep_one_kind(make_table(places), problems)
+    if not len(table):
         found = f"; {problems[0]}" if problems else ""
         raise UserError(f"Expected latents in *.safetensors or *.pt files in {folder}, but found none{found}.")
     import datasets
 
-    dataset = datasets.Dataset(make_table(places))
+    dataset = datasets.Dataset(table)
     return _with_tensors(dataset, root, latent_normalized, prompt_length, varlen), problems
 
 
@@ -195,7 +195,7 @@ def _with_tensors(dataset, root: Path, latent_normalized: bool, prompt_length: i
     return dataset.with_transform(ReadSamples(os.path.abspath(root), latent_normalized, prompt_length))
 
 
-def _find_samples(root: Path, names: list[str], problems: list[str]) -> tuple[list[Place], bool]:
+def _find_samples(root: Path, names: list[str], problems: list[str]) -> tuple[list[dict], bool]:
     """The samples among a folder's files, and whether their captions are stored at their own lengths."""
     texts: dict[str, tuple[dict[str, StoredTensor], str, int]] = {}
     latents = []

@@ -13,12 +13,13 @@ from typing import BinaryIO
 
 from ..errors import UserError
 from .latent_files import name_tensors, read_header
-from .sample_rows import Place, keep_one_kind, make_place, make_table
+from .sample_rows import keep_one_kind, make_place, make_table
 
 _FORMAT_VERSION = 2
 # Stripped whole: keys may hold dots (`22.05.latent.safetensors`).
 _LATENT, _JSON = ".latent.safetensors", ".json"
 _BLOCK = 512
+_ROWS = 10_000  # written at once
 
 
 def open_index(root: Path, shards: list[Path], index: str | Path | None):
@@ -65,22 +66,23 @@ def _write_index(index: Path, stamp: list, root: Path, names: list[str]) -> list
     from datasets.utils import tqdm
 
     problems: list[str] = []
-    places: list[Place] = []
+    tables = []
     quiet = os.environ.get("LOCAL_RANK", "0") != "0"
     for position, name in enumerate(tqdm(names, desc="Reading shards", unit="shard", disable=quiet, leave=False)):
         try:
-            places += _read_shard(root, name, problems)
+            tables.append(make_table(_read_shard(root, name, problems)))
         except OSError as error:
             problems.append(f"{name}: {error.strerror}")
             stamp[position] = None  # the shard may be readable next time, with the same size and time
-    table = make_table(keep_one_kind(places, problems))
+    table = keep_one_kind(pyarrow.concat_tables([make_table([]), *tables]), problems)
     noted = {"format_version": _FORMAT_VERSION, "shards": stamp, "problems": problems}
     table = table.replace_schema_metadata({"adaptiveload": json.dumps(noted)})
     # Renamed when whole: other ranks may be reading, or writing the same.
     temporary = index.parent / f"{index.name}.{uuid.uuid4().hex}"
     try:
         with open(temporary, "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
-            writer.write_table(table, max_chunksize=10_000)
+            for start in range(0, len(table), _ROWS):
+                writer.write_table(table.slice(start, _ROWS).combine_chunks())
         os.replace(temporary, index)
     except OSError as error:
         temporary.unlink(missing_ok=True)
@@ -91,7 +93,7 @@ def _write_index(index: Path, stamp: list, root: Path, names: list[str]) -> list
     return problems
 
 
-def _read_shard(root: Path, name: str, problems: list[str]) -> list[Place]:
+def _read_shard(root: Path, name: str, problems: list[str]) -> list[dict]:
     """The samples of one shard in the order of their first members; what is wrong is added to `problems`."""
     members: dict[str, dict[str, tuple[int, int]]] = {}
     known = len(problems)
@@ -146,7 +148,7 @@ def whole_files(stream: BinaryIO, name: str, problems: list[str]) -> Iterator[ta
         )
 
 
-def _sample(stream: BinaryIO, name: str, key: str, parts: dict, problems: list[str]) -> Place | None:
+def _sample(stream: BinaryIO, name: str, key: str, parts: dict, problems: list[str]) -> dict | None:
     missing = [suffix for suffix in (_LATENT, _JSON) if suffix not in parts]
     if missing:
         problems.append(f"{name}: {key} has no {key.rpartition('/')[2]}{missing[0]}")

@@ -4,6 +4,7 @@ import gzip
 import io
 import os
 import tarfile
+import tracemalloc
 
 import pyarrow
 import pytest
@@ -47,6 +48,21 @@ def test_dots_in_keys_cut_nothing(tmp_path):
     batch = batch_of(dataset, *range(len(keys)))
     assert batch["latent"][:, 0, 0, 0, 0].tolist() == list(range(len(keys)))
     assert batch["caption"] == [f"caption of {key}" for key in keys]
+
+
+def test_indexing_holds_one_shard_at_a_time(tmp_path):
+    def most_memory(shards):
+        for number in range(shards):
+            shard_of(tmp_path / str(shards) / f"{number}.tar", *map(str, range(200)))
+        tracemalloc.start()
+        try:
+            assert len(load(tmp_path / str(shards))[0]) == 200 * shards
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    load(shard_of(tmp_path / "0.tar", "a"))  # what is imported and cached at the first time
+    assert most_memory(20) < 2 * most_memory(1)
 
 
 def test_equal_names_in_two_shards_are_two_samples(tmp_path):
