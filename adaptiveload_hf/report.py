@@ -60,7 +60,7 @@ def write_report(
     world_size: int,
     gradient_accumulation_steps: int,
     run: str | Path | None = None,
-    vae_scale: tuple[int, int] = (4, 8),
+    vae_scale: tuple[int, int] | None = None,
     **options: Any,
 ) -> tuple[list[Path], list[str]]:
     """Write the page, and its pictures into a folder beside it.
@@ -72,7 +72,7 @@ def write_report(
         world_size: data ranks W.
         gradient_accumulation_steps: K.
         run: folder with `metrics.jsonl`, or None.
-        vae_scale: frames and pixels that one latent stands for.
+        vae_scale: frames and pixels that one latent stands for; None: not known, and no pixels are shown.
         options: further arguments of `config.plan`.
 
     Returns: (the files written, the page first; problems of the run's metrics, each named by its line).
@@ -266,7 +266,7 @@ def _plan(picture, plan, config, memory_limit_gib, unit, vae_scale):
     rows = [
         (
             bucket.shape,
-            bucket.shape.pixels(*vae_scale),
+            "-" if vae_scale is None else bucket.shape.pixels(*vae_scale),
             f"{bucket.tokens:,}",
             f"{bucket.count:,}",
             bucket.batch_size,

@@ -187,8 +187,17 @@ def test_the_next_command_keeps_what_the_plan_needed(run):
 
 
 def test_a_file_of_shapes_gives_the_plan_of_its_dataset(run):
-    from_shapes = run("plan", "config", "--shapes", "shapes.json", "--world-size", "4")
+    Path("scanned.json").write_text(
+        json.dumps({"shapes": json.loads(Path("shapes.json").read_text()), "vae_scale": [4, 8]})
+    )
+    from_shapes = run("plan", "config", "--shapes", "scanned.json", "--world-size", "4")
     assert from_shapes[:2] == run(*PLAN)[:2]
+
+
+def test_pixels_are_not_guessed_where_neither_samples_nor_config_say_what_a_latent_stands_for(run):
+    out = run("plan", "config", "--shapes", "shapes.json", "--world-size", "4")[1]
+    rows = [line.split() for line in out.splitlines()[2:]]
+    assert rows and all(row[0] in COUNTS and row[1] == "-" for row in rows)
 
 
 def test_plan_follows_its_options(run):

@@ -42,7 +42,9 @@ def written(tmp_path_factory):
     lines = [*metrics(30), json.dumps({"step": HOSTILE, "loss": 1}), '{"step": 31, "lo']
     config = make_config(environment={**ENVIRONMENT, "gpu": HOSTILE})
     output = folder / "new" / "report.html"
-    files, problems = write_report(output, config, COUNTS, run=write_metrics(folder / "run <b>", lines), **RANKS)
+    files, problems = write_report(
+        output, config, COUNTS, run=write_metrics(folder / "run <b>", lines), vae_scale=(4, 8), **RANKS
+    )
     return output.read_text(), files, problems
 
 

@@ -51,7 +51,7 @@ def load(config, dataset, shapes, revision):
     known = tuple(loaded.model.get("vae_scale", ()))
     if dataset is None:
         samples = read_samples(shapes)
-        return loaded, _of_one_vae(samples._replace(vae_scale=samples.vae_scale or known or (4, 8)), known, shapes)
+        return loaded, _of_one_vae(samples._replace(vae_scale=samples.vae_scale or known or None), known, shapes)
     found = scan(dataset)
     for problem in found.problems:
         say(f"not counted: {problem}")

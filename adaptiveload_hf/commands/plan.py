@@ -84,5 +84,6 @@ def plan(
 
 def _bucket_row(bucket, vae_scale):
     gib = "-" if bucket.gib is None else f"{bucket.gib:.1f}"
-    sizes = bucket.shape, bucket.shape.pixels(*vae_scale), bucket.tokens, bucket.count, bucket.batch_size
+    pixels = "-" if vae_scale is None else bucket.shape.pixels(*vae_scale)  # neither samples nor config say it
+    sizes = bucket.shape, pixels, bucket.tokens, bucket.count, bucket.batch_size
     return *sizes, f"{bucket.seconds:.4g}", gib, bucket.bound_by
