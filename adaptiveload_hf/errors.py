@@ -37,7 +37,7 @@ def options_as_flags(command_options: Iterable[str], dash: str = "_") -> Iterato
         yield
     except UserError as error:
         if known:  # not where it is a key, as in environment.world_size, or a flag already
-            names = rf"(?<![\w.'\"/-])(?:{known})(?!\.?\w)"
+            names = rf"(?<![\w.'\"/-])(?:{known})(?!\.?\w|/)"
             error.args = (re.sub(names, lambda name: "--" + name[0].replace("_", dash), str(error)),)
         raise
 

@@ -21,7 +21,7 @@ from adaptiveload_hf.benchmark import append_line
 from adaptiveload_hf.scan import vae_scale_of
 
 
-def run_steps(accelerator: Accelerator, args, model, loader, scheduler, run, total_steps: int, validators=()) -> bool:
+def run_steps(accelerator: Accelerator, args, model, loader, scheduler, run, total_steps: int, validators) -> bool:
     """The loop: micro-steps, and at every K-th the step's line in metrics.jsonl and perhaps a checkpoint.
 
     Args:

@@ -389,7 +389,7 @@ def test_wrong_usage_is_status_2(run, arguments, words):
 
 
 def test_only_a_plans_options_that_the_command_has_are_named_as_its_flags():
-    said = "batch_sizes={...}, world_size=2, `--world_size`, run.world_size, world_size.x, 'world_size', in_world"
+    said = "batch_sizes={...}, world_size=2, `--world_size`, run.world_size, world_size.x, world_size/a, 'world_size'"
     with pytest.raises(UserError) as caught, options_as_flags(["world_size", "rank"], dash="-"):
         raise UserError(said)
     assert str(caught.value) == said.replace(" world_size=2", " --world-size=2")
