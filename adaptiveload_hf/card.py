@@ -72,8 +72,10 @@ def _card(config, repo_id, has_picture):
         memory = config.memory_model
         line = f"{memory.base_gib:.4g} GiB + {memory.gib_per_token:.4g} GiB for each token of B*S"
         line += f" + {memory.gib_per_sample:.4g} GiB for each sample" if memory.gib_per_sample else ""
+        floor = f"{memory.floor_gib:.4g} GiB"
+        floor += f" + {memory.floor_gib_per_token:.4g} GiB for each token" if memory.floor_gib_per_token else ""
         beyond = "" if memory.known_tokens is None else f" Not known beyond B*S = {memory.known_tokens}."
-        parts.append(f"Memory: {line}, at least {memory.floor_gib:.4g} GiB.{beyond}")
+        parts.append(f"Memory: {line}, at least {floor}.{beyond}")
     if has_picture:
         parts.append(f"![measured seconds, fitted laws and their errors]({PICTURE_FILE})")
     if config.measurements:
