@@ -24,21 +24,26 @@ def mistake_in(error: BaseException | None) -> str | None:
     return str(error) if isinstance(error, UserError) else None
 
 
-@contextmanager
-def options_as_flags(command_options: Iterable[str], dash: str = "_") -> Iterator[None]:
-    """A block, or a function that it decorates, whose UserErrors name a plan's options by the flags of the command.
+def as_flags(words: str, command_options: Iterable[str], dash: str = "_") -> str:
+    """Words of a plan, in which its options are named by the flags of the command that says them.
 
     Args:
         command_options: Python names of all that the command takes; what it does not take stays as it is.
         dash: between the words of a flag.
     """
-    known = "|".join(sorted(_PLAN_OPTIONS & set(command_options)))
+    known = sorted(_PLAN_OPTIONS & set(command_options))
+    # Not where it is a key, as in environment.world_size, or a flag already.
+    names = rf"(?<![\w.'\"/-])(?:{'|'.join(known)})(?!\.?\w|/)"
+    return re.sub(names, lambda name: "--" + name[0].replace("_", dash), words) if known else words
+
+
+@contextmanager
+def options_as_flags(command_options: Iterable[str], dash: str = "_") -> Iterator[None]:
+    """A block, or a function that it decorates, whose UserErrors are said with `as_flags`."""
     try:
         yield
     except UserError as error:
-        if known:  # not where it is a key, as in environment.world_size, or a flag already
-            names = rf"(?<![\w.'\"/-])(?:{known})(?!\.?\w|/)"
-            error.args = (re.sub(names, lambda name: "--" + name[0].replace("_", dash), str(error)),)
+        error.args = (as_flags(str(error), command_options, dash),)
         raise
 
 

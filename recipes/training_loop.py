@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 
 from adaptiveload_hf import TrainingMonitor, UserError
 from adaptiveload_hf.benchmark import append_line
+from adaptiveload_hf.errors import as_flags
 from adaptiveload_hf.scan import vae_scale_of
 
 
@@ -233,7 +234,7 @@ def say_start(args, loader, differences: list[str], total_steps: int) -> None:
         pixels = bucket.shape.pixels(*scale)
         say(f"  {bucket.shape} ({pixels} pixels): {bucket.count} samples, B = {bucket.batch_size}")
     for finding in (*plan.findings, *schedule.findings):
-        say(f"  {finding}")
+        say(f"  {as_flags(finding, vars(args))}")
     if differences:
         say("  The bucket config is of another set-up, so its times and batch sizes may not fit this run:")
     for difference in differences:

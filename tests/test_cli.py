@@ -254,7 +254,7 @@ def test_simulate_crosses_policies_balances_ranks_and_accumulation(run):
 def test_plan_and_simulate_hold_the_samples_of_a_step(run):
     _, out, err = run(*PLAN, "--samples-per-step", "60", "--json")
     said = " ".join(json.loads(out)["findings"])
-    assert "samples_per_step is 60." in said
+    assert "samples_per_step is 60." in said and " --samples-per-step is 60." in err
     assert err.splitlines()[-1].endswith("--samples-per-step 60")
     rows = json.loads(run(*SIMULATE, "--samples-per-step", "60", "--json")[1])
     held = {row["policy"]: row["samples_per_update_step"] for row in rows}

@@ -1,9 +1,11 @@
 """`adaptiveload plan`: how many samples of each shape go into one micro-batch?"""
 
+import inspect
 from typing import Annotated
 
 import typer
 
+from ..errors import as_flags
 from ..tables import in_unit, print_json, print_table, say, say_next
 from .arguments import (
     Accumulation,
@@ -72,7 +74,7 @@ def plan(
         header = ("shape", "pixels", "tokens", "samples", "batch size", unit, "GiB", "bound by")
         print_table(header, [_bucket_row(bucket, samples.vae_scale) for bucket in made.buckets])
     for finding in made.findings:
-        say(finding)
+        say(as_flags(finding, inspect.signature(plan).parameters, "-"))
     options = [*source_options(dataset, shapes), *rank_options(ranks)]
     options += ["--memory-limit-gib", f"{memory_limit_gib:g}"] if memory_limit_gib is not None else []
     options += ["--balance", balance] if balance != "auto" else []
