@@ -131,6 +131,6 @@ def compare_ranks(mine: dict) -> None:
                 if field == "plan":
                     remedy += " Where GPUs differ in memory, give memory_limit_gib."
                 raise UserError(
-                    f"All ranks must train on one schedule, but the {field} of rank {rank} is {found} and "
+                    f"All ranks must train alike, but the {field} of rank {rank} is {found} and "
                     f"that of rank 0 is {value}. {remedy}"
                 )
