@@ -24,6 +24,13 @@ def mistake_in(error: BaseException | None) -> str | None:
     return str(error) if isinstance(error, UserError) else None
 
 
+def first_of(names: Iterable, separator: str = ", ", most: int = 8) -> str:
+    """The first names, and how many more there are: a dataset may have thousands of shapes."""
+    names = list(map(str, names))
+    more = [f"{len(names) - most:,} more"] if len(names) > most else []
+    return separator.join(names[: most if more else None] + more)
+
+
 def as_flags(words: str, command_options: Iterable[str], dash: str = "_") -> str:
     """Words of a plan, in which its options are named by the flags of the command that says them.
 

@@ -19,7 +19,6 @@ from typing import NamedTuple
 import numpy as np
 
 from adaptiveload_hf.buckets.cost import Roofline
-from adaptiveload_hf.buckets.flops import flops_cost
 from adaptiveload_hf.buckets.plan import make_plan
 from adaptiveload_hf.buckets.schedule import LOSS_NORMALIZATIONS, EpochSchedule, loss_weights, schedule_epoch
 from adaptiveload_hf.buckets.shapes import LatentShape, TokenGeometry
@@ -102,6 +101,8 @@ def corpus(samples: int) -> dict[LatentShape, int]:
 
 def schedules(row: Row, counts: dict[LatentShape, int], seeds):
     """Yields the row's schedule and the baseline's with each seed; every sample is in both once."""
+    from adaptiveload_hf.buckets.flops import flops_cost  # brings torch, which those who want `law` alone do not need
+
     bucket_of_sample = np.repeat(np.arange(len(counts)), list(counts.values()))
     run = {"world_size": row.world_size, "gradient_accumulation_steps": row.gradient_accumulation_steps}
     cost = law() if row.dealt_by == "law" else flops_cost(WAN_1_3B)

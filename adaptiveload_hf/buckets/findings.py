@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from ..errors import first_of
 from .workload import Workload
 
 # What a policy must lose in predicted samples/s before the plan calls it harmful; less is the noise of the excerpt.
@@ -51,7 +52,7 @@ def plan_findings(
 def _memory_finding(work: Workload, sizes: np.ndarray, unlimited: str | None) -> str | None:
     if work.m_mem_tokens is None:
         return Risk("No memory model or limit: nothing keeps a micro-batch from running out of memory.")
-    over = ", ".join(str(shape) for shape, more in zip(work.shapes, sizes * work.tokens > work.m_mem_tokens) if more)
+    over = first_of(shape for shape, more in zip(work.shapes, sizes * work.tokens > work.m_mem_tokens) if more)
     if unlimited is None:
         return over and Risk(f"Over the memory limit: {over}.")
     if over:

@@ -10,7 +10,7 @@ from typing import TypedDict
 
 import numpy as np
 
-from ..errors import UserError
+from ..errors import UserError, first_of
 from .cost import CostModel, MemoryModel, check_cost
 from .deal import WORTH_A_WINDOW, check_balance, check_ranks
 from .findings import plan_findings
@@ -103,7 +103,7 @@ class BucketPlan:
         for bucket in self.buckets:
             if str(bucket.shape) == str(shape):
                 return bucket.batch_size
-        raise UserError(f"The plan has no shape {shape}; it has {', '.join(map(str, self.shapes))}.")
+        raise UserError(f"The plan has no shape {shape}; it has {first_of(self.shapes)}.")
 
     def to_dict(self) -> dict:
         """Plain values, for JSON."""
@@ -275,7 +275,7 @@ def _check_measured(work: Workload, measured_tokens: tuple[int, int]) -> None:
     outside = [f"{shape} (S = {s})" for shape, s in zip(work.shapes, work.tokens) if not low <= s <= high]
     if outside:
         raise UserError(
-            f"The config was measured from S = {low} to {high}, but the dataset has {', '.join(outside)}. Measure "
+            f"The config was measured from S = {low} to {high}, but the dataset has {first_of(outside)}. Measure "
             "these shapes too (benchmark_shapes.py), or pass allow_extrapolation to trust the fit beyond them."
         )
 
@@ -295,7 +295,7 @@ def _check_memory(work: Workload, memory: MemoryModel, limit_gib: float, sizes: 
                 "Drop these shapes, use activation checkpointing, shard over more GPUs or split the sequence (context "
                 "parallel), then measure again."
             )
-        raise UserError(f"Infeasible under {limit_gib:.1f} GiB: {'; '.join(over)}. {remedy}")
+        raise UserError(f"Infeasible under {limit_gib:.1f} GiB: {first_of(over, '; ')}. {remedy}")
 
 
 def _target(work: Workload, policy: str, target_seconds: float | str, samples_per_step: float | None) -> float | None:
@@ -367,11 +367,11 @@ def _given(shapes: tuple[LatentShape, ...], policy: str, given: Mapping) -> np.n
     missing = [name for name in names if name not in given] if policy == "fixed" else []
     wrong = {name: size for name, size in given.items() if not (isinstance(size, Integral) and 0 < size < 1 << 31)}
     if unknown or missing or wrong:
-        found = [f"there is none for {', '.join(missing)}"] if missing else []
-        found += [f"no sample has the shape {', '.join(unknown)}"] if unknown else []
+        found = [f"there is none for {first_of(missing)}"] if missing else []
+        found += [f"no sample has the shape {first_of(unknown)}"] if unknown else []
         found += [f"{name} has {size!r}" for name, size in wrong.items()]
         raise UserError(
             f"batch_sizes (of the bucket config or given by hand) hold a whole number from 1 on for shapes of the "
-            f"dataset, which are {', '.join(names)}, but {'; '.join(found)}."
+            f"dataset, which are {first_of(names)}, but {'; '.join(found)}."
         )
     return np.array([given.get(name, 0) for name in names], dtype=np.int64)

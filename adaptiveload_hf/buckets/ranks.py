@@ -9,7 +9,7 @@ from accelerate.state import AcceleratorState, GradientState, is_initialized
 from accelerate.utils import gather_object
 from torch.utils.data import IterableDataset
 
-from ..errors import UserError
+from ..errors import UserError, first_of
 from .plan import PlanOptions
 from .schedule import EpochSchedule
 
@@ -130,6 +130,9 @@ def compare_ranks(mine: dict) -> None:
                 remedy = "Start all ranks with the same data, config and arguments."
                 if field == "plan":
                     remedy += " Where GPUs differ in memory, give memory_limit_gib."
+                if isinstance(found, dict) and isinstance(value, dict):
+                    apart = [name for name in {**value, **found} if value.get(name) != found.get(name)]
+                    found, value = (first_of(f"{name}: {each.get(name)}" for name in apart) for each in (found, value))
                 raise UserError(
                     f"All ranks must train alike, but the {field} of rank {rank} is {found} and "
                     f"that of rank 0 is {value}. {remedy}"

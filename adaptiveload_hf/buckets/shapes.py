@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import UserError
+from ..errors import UserError, first_of
 
 _LARGEST_SIZE = 1 << 20
 _ROWS = 1 << 20  # sorted at once
@@ -161,7 +161,7 @@ def check_index(index: BucketIndex, samples: int) -> BucketIndex:
     if not (known and whole and buckets.min() >= 0 and buckets.max() < len(shapes)):
         raise UserError(
             "shapes must be as index_shapes(sizes) returns them: distinct, sorted LatentShapes and each sample's "
-            f"position among them, but found {', '.join(map(str, shapes))} and {buckets.dtype} "
+            f"position among them, but found {first_of(shapes)} and {buckets.dtype} "
             f"{list(buckets.shape)} from {buckets.min(initial=0)} to {buckets.max(initial=0)}. Call index_shapes."
         )
     return BucketIndex(shapes, buckets.astype(np.int64, copy=False))

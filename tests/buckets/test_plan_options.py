@@ -55,3 +55,13 @@ def test_a_comparison_steers_by_seconds_only_the_policies_that_have_them():
     steered = make_config().compare(shapes, target_seconds=3.0, **options)
     assert [row.plan.target_seconds for row in steered] == [None, 3.0, 3.0]
     assert steered[0].plan == make_config().compare(shapes, **options)[0].plan
+
+
+def test_of_thousands_of_shapes_a_message_names_the_first():
+    shapes = {LatentShape(frames, 60, 104): 10 for frames in range(1, 3001)}
+    with pytest.raises(UserError) as refused:
+        make_plan(shapes, COST, MEMORY, world_size=2, memory_limit_gib=20.0, measured_tokens=(1560, 1560))
+    assert "2x60x104 (S = 3120), 3x60x104 (S = 4680)" in str(refused.value)
+    assert str(refused.value).count("60x104") == 8 and "2,991 more" in str(refused.value)
+    with pytest.raises(UserError, match=r"Infeasible under 20.0 GiB: .*; 2,9\d\d more\. Drop"):
+        make_plan(shapes, COST, MEMORY, world_size=2, memory_limit_gib=20.0)
